@@ -1,0 +1,96 @@
+"""PyTorch's own flash kernels as parts of an attention: each returns its log-sum-exp, its backward takes the whole's.
+
+Shapes as in `reference`. On CPU the kernels serve float64, float32 and bfloat16; on CUDA float16 and bfloat16, other
+dtypes there take the plain reference in tiles of queries.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from longstraw.attention import reference
+
+_TILE_BYTES = 256 << 20  # scores of one tile of queries in the plain path
+
+
+def part_forward(
+    q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, H, T, D] and log-sum-exp [B, H, T] of the attention to these keys alone.
+
+    Args:
+        causal: query t sees keys 0 to t; T must equal S. Otherwise every query sees every key.
+
+    Raises:
+        ValueError: no query, no key, or row counts that differ: the kernels would read out of bounds.
+    """
+    _guard(q_BHTD, k_BKSD, v_BKSD, causal)
+    if q_BHTD.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHTD, k_BKSD, v_BKSD, 0.0, causal, scale=scale
+        )
+    if _cuda_flash(q_BHTD):
+        q, k, v = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSD))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse
+    if causal:
+        return reference.part_forward(q_BHTD, k_BKSD, v_BKSD, scale, True)
+    parts = [reference.part_forward(q, k_BKSD, v_BKSD, scale, False) for q in q_BHTD.split(_tile(q_BHTD, k_BKSD), 2)]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def part_backward(
+    grad_BHTD: torch.Tensor,
+    q_BHTD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    out_BHTD: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of the part, from the output and log-sum-exp of the whole attention: see `reference`."""
+    _guard(q_BHTD, k_BKSD, v_BKSD, causal)
+    if q_BHTD.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, 0.0, causal, scale=scale
+        )
+    if _cuda_flash(q_BHTD):
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD))
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout state, which nothing reads here
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse_BHT, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused, scale=scale
+        )
+        grad_q, grad_k, grad_v = (g.transpose(1, 2) for g in gradients)
+        return grad_q, grad_k, grad_v
+    if causal:
+        return reference.part_backward(grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, scale, True)
+    tile = _tile(q_BHTD, k_BKSD)
+    grads_q, grad_k, grad_v = [], torch.zeros_like(k_BKSD), torch.zeros_like(v_BKSD)
+    for grad, q, out, lse in zip(*(x.split(tile, 2) for x in (grad_BHTD, q_BHTD, out_BHTD, lse_BHT))):
+        dq, dk, dv = reference.part_backward(grad, q, k_BKSD, v_BKSD, out, lse, scale, False)
+        grads_q.append(dq)
+        grad_k += dk
+        grad_v += dv
+    return torch.cat(grads_q, 2), grad_k, grad_v
+
+
+def _guard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    if not q.shape[2] or not k.shape[2]:
+        raise ValueError(f"attention needs at least one query and one key, got {q.shape[2]} and {k.shape[2]}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"queries, keys and values have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows")
+    if q.shape[1] % k.shape[1] or k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"head or key counts do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"a causal part is square, got {q.shape[2]} queries and {k.shape[2]} keys")
+
+
+def _cuda_flash(q: torch.Tensor) -> bool:
+    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _tile(q: torch.Tensor, k: torch.Tensor) -> int:
+    return max(1, _TILE_BYTES // (q.shape[0] * q.shape[1] * k.shape[2] * 8))

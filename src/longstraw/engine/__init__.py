@@ -1,0 +1,1 @@
+"""Capture, score, sample, replay and sweep: one pullback over a chain of resident states."""

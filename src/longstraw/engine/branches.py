@@ -1,0 +1,117 @@
+"""Responses as branches of a captured prompt: packing, scoring and replay.
+
+A branch starts with the prompt's last token, whose output predicts the first response token. Shapes: B branches side by
+side, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longstraw.engine.host import ModelHost
+from longstraw.engine.pullback import Targets, pull_back
+from longstraw.objective import logprobs
+from longstraw.state.resident import ResidentState
+
+
+@dataclass
+class Bundle:
+    """Branches that run in one batch: several that fit into a block together, or a long one alone.
+
+    Attributes:
+        members: their places in the group.
+        inputs_BT: what each position reads: the prompt's last token, then the response but for its last.
+        targets_BT: what it predicts: the response. Shorter responses are padded on the right, where nothing reads.
+        lengths: tokens of each response.
+        blocks: slices of T.
+    """
+
+    members: list[int]
+    inputs_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    lengths: list[int]
+    blocks: list[slice]
+
+
+def pack(
+    last_prompt_id: int, responses: Sequence[torch.Tensor], block_tokens: int, device: torch.device
+) -> list[Bundle]:
+    """Packs branches by length, so that each bundle's padded tokens fit into `block_tokens`.
+
+    A response that does not fit is a bundle of its own, cut into blocks. Empty responses are in none.
+    """
+    order = sorted((i for i, r in enumerate(responses) if r.numel()), key=lambda i: responses[i].numel(), reverse=True)
+    groups: list[list[int]] = []
+    for i in order:
+        longest = responses[groups[-1][0]].numel() if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= block_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [_bundle(last_prompt_id, responses, members, block_tokens, device) for members in groups]
+
+
+def _bundle(
+    last_prompt_id: int,
+    responses: Sequence[torch.Tensor],
+    members: list[int],
+    block_tokens: int,
+    device: torch.device,
+) -> Bundle:
+    lengths = [responses[i].numel() for i in members]
+    targets = torch.full((len(members), max(lengths)), last_prompt_id)
+    for row, i in enumerate(members):
+        targets[row, : lengths[row]] = responses[i]
+    first = torch.full((len(members), 1), last_prompt_id)
+    inputs = torch.cat([first, targets[:, :-1]], 1)
+    starts = range(0, max(lengths), block_tokens)
+    blocks = [slice(start, min(start + block_tokens, max(lengths))) for start in starts]
+    return Bundle(members, inputs.to(device), targets.to(device), lengths, blocks)
+
+
+@torch.no_grad()
+def score(host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int) -> torch.Tensor:
+    """Log-probabilities [B, T] of a bundle's targets, block by block, without a graph."""
+    branch = state.chain.fork(len(bundle.members))
+    parts = []
+    try:
+        for index, block in enumerate(bundle.blocks):
+            cache = branch.enter(index)
+            hidden_BTE = host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
+            assert hidden_BTE is not None
+            targets_BT = bundle.targets_BT[:, block]
+            logps = logprobs.score(host.head, hidden_BTE.flatten(0, 1), targets_BT.flatten(), temperature, chunk)
+            parts.append(logps.view(targets_BT.shape))
+            if index + 1 < len(bundle.blocks):
+                branch.commit(cache, targets_BT.shape[1])
+    finally:
+        branch.truncate(0)
+    return torch.cat(parts, 1)
+
+
+def replay(
+    host: ModelHost,
+    state: ResidentState,
+    bundle: Bundle,
+    cotangents_BT: torch.Tensor,
+    temperature: float,
+    chunk: int,
+) -> None:
+    """Pulls a bundle's token cotangents back, last block first; what reaches the prompt's state is left there."""
+    branch = state.chain.fork(len(bundle.members))
+    try:
+        with torch.no_grad():
+            for index, block in enumerate(bundle.blocks[:-1]):
+                cache = branch.enter(index, output_read=False)
+                host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
+                branch.commit(cache, block.stop - block.start)
+        for index in reversed(range(len(bundle.blocks))):
+            block = bundle.blocks[index]
+            targets = Targets(bundle.targets_BT[:, block], cotangents_BT[:, block], temperature, chunk)
+            pull_back(host, branch, index, bundle.inputs_BT[:, block], targets)
+            branch.truncate(index)
+    finally:
+        branch.truncate(0)

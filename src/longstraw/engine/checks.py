@@ -1,0 +1,89 @@
+"""What a user may pass, checked before any work: each error names the argument and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longstraw.engine.host import ModelHost
+
+PromptGrad = str | int
+
+
+def prompt_grad(value: Any) -> PromptGrad:
+    """ "full", "none", or how many of the prompt's last tokens stay in the graph.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value in ("full", "none") and isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ValueError(
+        f'prompt_grad={value!r}: choose "full" (the exact gradient), "none" (responses only) or a positive number of '
+        "the prompt's last tokens to keep in the graph"
+    )
+
+
+def positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} has to be a positive whole number of tokens")
+    return value
+
+
+def temperature(value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"temperature={value!r} has to be positive: it divides the logits")
+    return float(value)
+
+
+def token_ids(what: str, ids: Any, vocab_size: int) -> torch.Tensor:
+    """A 1-D int64 tensor on the CPU.
+
+    Raises:
+        ValueError: not one-dimensional, not whole numbers, or outside the vocabulary.
+    """
+    tensor = torch.as_tensor(ids).detach().cpu()
+    if tensor.numel() == 0:
+        tensor = tensor.long()
+    if tensor.dim() != 1:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}: pass one-dimensional token ids")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{what} has dtype {tensor.dtype}: pass whole-number token ids")
+    tensor = tensor.long()
+    bad = ((tensor < 0) | (tensor >= vocab_size)).nonzero()
+    if len(bad):
+        place = int(bad[0])
+        raise ValueError(
+            f"{what} holds id {int(tensor[place])} at place {place}, outside the vocabulary of {vocab_size}: "
+            "was it made by another tokenizer, or padded with a negative label?"
+        )
+    return tensor
+
+
+def responses(values: Sequence[Any], vocab_size: int) -> list[torch.Tensor]:
+    """See `token_ids`; an empty response is legal, an empty group is not."""
+    if isinstance(values, torch.Tensor) and values.dim() == 1:
+        raise ValueError("responses is one tensor of ids: pass a list with one tensor of ids a response")
+    if len(values) == 0:
+        raise ValueError("responses is empty: pass at least one response")
+    return [token_ids(f"responses[{i}]", ids, vocab_size) for i, ids in enumerate(values)]
+
+
+def length(host: ModelHost, num_prompt: int, num_response: int, what: str) -> None:
+    """Refuses positions beyond the model's range.
+
+    Raises:
+        ValueError: names the lengths, the limit and the ways out.
+    """
+    limit = host.position_limit
+    if limit is not None and num_prompt + num_response > limit:
+        raise ValueError(
+            f"prompt of {num_prompt} and {what} of {num_response} tokens need {num_prompt + num_response} positions, "
+            f"beyond max_position_embeddings={limit}: shorten them, or load the model with an explicit RoPE override "
+            '(rope_parameters={"rope_type": "yarn", "factor": ..., "original_max_position_embeddings": '
+            f"{limit}, ...}}), whose quality is yours to check"
+        )

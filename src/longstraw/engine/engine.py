@@ -1,0 +1,300 @@
+"""The engine: capture a prompt once, branch from it any number of times, take the exact gradient in a bounded graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from longstraw.engine import branches, checks
+from longstraw.engine.gradients import GradientTransaction
+from longstraw.engine.host import ModelHost
+from longstraw.engine.meter import Meter, Phase
+from longstraw.engine.pullback import pull_back
+from longstraw.engine.sample import Draft, Sampling, sample
+from longstraw.objective.logprobs import tokens_a_chunk
+from longstraw.pages import PageStore, Tier
+from longstraw.parallel.reduce import DataMesh
+from longstraw.state.chain import Chain
+from longstraw.state.resident import ResidentState
+
+Objective = Callable[[list[torch.Tensor]], torch.Tensor]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Outcome:
+    """What `Engine.backward` found.
+
+    Attributes:
+        loss: the objective's value, a detached scalar.
+        logps: the policy's log-probabilities, one [R_i] tensor a response, detached.
+        cotangents: the gradient of the loss with respect to each of them.
+        phases: seconds and peak memory of "score", "replay" and "sweep".
+    """
+
+    loss: torch.Tensor
+    logps: list[torch.Tensor]
+    cotangents: list[torch.Tensor]
+    phases: dict[str, Phase] = field(default_factory=dict)
+
+
+class Engine:
+    """GRPO-style steps on one long prompt at a time.
+
+    Args:
+        model: a transformers causal LM, PEFT-wrapped or not, on its device.
+        prompt_grad: "full": the exact gradient; "none": the prompt's state is a constant; an int N: only what the last
+            N prompt tokens computed is in the graph.
+        segment_tokens: prompt tokens a piece.
+        block_tokens: response tokens a piece; shorter responses share one.
+        tier: where pages rest: "device", "host" or "disk".
+        mesh: a DeviceMesh with an axis "data"; `reduce_gradients` sums over it.
+        page_dir: parent of the disk tier's private directory; None is the system's temporary directory.
+        head_bytes: bound on the logits that exist at a time, in float32.
+        progress: called as (phase, tokens done, tokens in all) after every piece.
+
+    Raises:
+        ValueError: an argument is out of range, or no adapter serves the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt_grad: str | int = "full",
+        segment_tokens: int = 4096,
+        block_tokens: int = 1024,
+        tier: str = "device",
+        mesh: Any = None,
+        *,
+        page_dir: str | os.PathLike[str] | None = None,
+        head_bytes: int = 64 << 20,
+        progress: Progress | None = None,
+    ) -> None:
+        self.host = ModelHost(model)
+        self.prompt_grad = checks.prompt_grad(prompt_grad)
+        self.segment_tokens = checks.positive("segment_tokens", segment_tokens)
+        self.block_tokens = checks.positive("block_tokens", block_tokens)
+        if tier not in list(Tier):
+            raise ValueError(f'tier={tier!r}: choose "device", "host" or "disk"')
+        self.tier = Tier(tier)
+        self.mesh = DataMesh(mesh)
+        self.page_dir = page_dir
+        self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes))
+        self.meter = Meter(self.host.device)
+        self._progress = progress or (lambda phase, done, total: None)
+
+    @torch.no_grad()
+    def capture(self, prompt_ids: Any) -> ResidentState:
+        """Runs the prompt once without a graph and keeps what its responses need.
+
+        Args:
+            prompt_ids: [P] token ids, P at least 1. The last one belongs to the branches.
+
+        Raises:
+            ValueError: empty, outside the vocabulary, longer than the model's range, or dropout is active.
+        """
+        ids = checks.token_ids("prompt_ids", prompt_ids, self.host.vocab_size)
+        if not ids.numel():
+            raise ValueError("prompt_ids is empty: a prompt needs at least one token, such as the tokenizer's bos")
+        checks.length(self.host, ids.numel(), 0, "response")
+        captured = ids.numel() - 1
+        segments, first_live = self._segments(captured)
+        store = PageStore(self.host.device, self.tier, self.page_dir)
+        chain = self.host.new_chain(store, first_live)
+        state = ResidentState(ids, chain, store, first_live)
+        try:
+            with self.meter.phase("capture"), self.host.running():
+                for segment in segments:
+                    cache = chain.enter(chain.num_pieces, output_read=False)
+                    self.host.forward(self._piece_ids(state, segment), segment.start, cache)
+                    chain.commit(cache, segment.stop - segment.start)
+                    self._progress("capture", segment.stop, captured)
+        except BaseException:
+            state.release()
+            raise
+        return state
+
+    def score(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> list[torch.Tensor]:
+        """Log-probabilities of the responses' tokens, one [R_i] tensor each, float32 at least, without a graph."""
+        temperature = checks.temperature(temperature)
+        bundles, ids = self._bundles(state, responses)
+        with self.meter.phase("score"), self.host.running():
+            return self._score(state, bundles, ids, temperature)
+
+    def sample(
+        self,
+        state: ResidentState,
+        num: int = 8,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        *,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop_ids: Collection[int] | int | None = None,
+    ) -> list[Draft]:
+        """Decodes `num` responses side by side over the captured pages.
+
+        Args:
+            temperature: 0 takes the likeliest token.
+            top_k: 0 is off.
+            seed: same seed, same state, same parameters: same drafts.
+            stop_ids: tokens that end a response; None takes the model's end-of-sequence ids.
+
+        Raises:
+            ValueError: an argument is out of range, or the prompt and `max_new_tokens` exceed the model's range.
+        """
+        self._refuse_released(state)
+        how = Sampling(
+            num, max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, self._stops(stop_ids)
+        )
+        checks.length(self.host, len(state), max_new_tokens, "max_new_tokens")
+        with self.meter.phase("sample"), self.host.running():
+            return sample(self.host, state, how, lambda done, total: self._progress("sample", done, total))
+
+    def backward(
+        self, state: ResidentState, responses: Sequence[Any], objective: Objective, temperature: float = 1.0
+    ) -> Outcome:
+        """Adds the objective's gradient to `.grad` of every trainable parameter.
+
+        Args:
+            objective: any differentiable function of the responses' log-probability vectors, one [R_i] tensor each;
+                returns a scalar.
+            temperature: divides the logits, as at sampling.
+
+        Raises:
+            ValueError: bad ids, no trainable parameter, or an objective without a scalar or a gradient.
+            FloatingPointError: the loss or its gradient is not finite. `.grad` is as before, as after any exception.
+        """
+        temperature = checks.temperature(temperature)
+        parameters = [p for _, p in self.host.trainable()]
+        if not parameters:
+            raise ValueError("the model has no trainable parameter: unfreeze some, or attach an adapter with PEFT")
+        bundles, ids = self._bundles(state, responses)
+        self.meter.phases.clear()
+        chain = state.chain
+        try:
+            with self.host.running(), GradientTransaction(parameters):
+                with self.meter.phase("score"):
+                    logps = self._score(state, bundles, ids, temperature)
+                loss, cotangents = self._evaluate(state, objective, logps)
+                with self.meter.phase("replay"):
+                    self._replay(state, bundles, cotangents, temperature)
+                with self.meter.phase("sweep"):
+                    self._sweep(state)
+        except BaseException:
+            chain.drop_cotangents()
+            raise
+        return Outcome(loss, logps, cotangents, dict(self.meter.phases))
+
+    def reduce_gradients(self) -> None:
+        """Completes `.grad` over the mesh: once a step, after the last `backward`. Without a mesh: nothing to do."""
+        self.mesh.sum_gradients([p for _, p in self.host.trainable()])
+
+    def _segments(self, captured: int) -> tuple[list[slice], int]:
+        """Segments of the captured tokens, cut where gradients begin, and the first that they flow into."""
+        if self.prompt_grad == "full":
+            constant = 0
+        elif self.prompt_grad == "none":
+            constant = captured
+        else:
+            constant = max(0, captured + 1 - int(self.prompt_grad))
+        segments = []
+        for first, last in ((0, constant), (constant, captured)):
+            segments += [
+                slice(start, min(start + self.segment_tokens, last))
+                for start in range(first, last, self.segment_tokens)
+            ]
+        return segments, sum(segment.stop <= constant for segment in segments)
+
+    def _bundles(
+        self, state: ResidentState, responses: Sequence[Any]
+    ) -> tuple[list[branches.Bundle], list[torch.Tensor]]:
+        self._refuse_released(state)
+        ids = checks.responses(responses, self.host.vocab_size)
+        checks.length(self.host, len(state), max(r.numel() for r in ids), "response")
+        return branches.pack(int(state.prompt_ids[-1]), ids, self.block_tokens, self.host.device), ids
+
+    def _score(
+        self, state: ResidentState, bundles: list[branches.Bundle], ids: list[torch.Tensor], temperature: float
+    ) -> list[torch.Tensor]:
+        wide = torch.float64 if next(self.host.head.parameters()).dtype == torch.float64 else torch.float32
+        logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
+        for bundle in bundles:
+            scored_BT = branches.score(self.host, state, bundle, temperature, self.chunk)
+            for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
+                logps[member] = scored_BT[row, :num_tokens].to(wide)
+        return logps
+
+    def _evaluate(
+        self, state: ResidentState, objective: Objective, logps: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        leaves = [logp.clone().requires_grad_() for logp in logps]
+        with torch.enable_grad():
+            loss = objective(leaves)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"objective has to return a scalar tensor, got {found}: sum or average its terms")
+        if loss.grad_fn is None and not any(loss is leaf for leaf in leaves):
+            raise ValueError(
+                "objective returned a value without a gradient: compute it from the log-probabilities it is given, "
+                "without .detach(), .item() or torch.no_grad()"
+            )
+        found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+        cotangents = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found)]
+        loss = loss.detach().reshape(())
+        if not torch.isfinite(loss) or not all(torch.isfinite(c).all() for c in cotangents):
+            start = state.prompt_ids[:8].tolist()
+            raise FloatingPointError(
+                f"the loss ({float(loss)}) or its gradient is not finite for the prompt of {len(state)} tokens that "
+                f"starts with ids {start}; nothing was added to .grad. Look at its responses' log-probabilities and "
+                "advantages, or lower the learning rate"
+            )
+        return loss, cotangents
+
+    def _replay(
+        self,
+        state: ResidentState,
+        bundles: list[branches.Bundle],
+        cotangents: list[torch.Tensor],
+        temperature: float,
+    ) -> None:
+        total = sum(sum(bundle.lengths) for bundle in bundles)
+        done = 0
+        for bundle in bundles:
+            padded_BT = torch.zeros(bundle.targets_BT.shape, dtype=cotangents[0].dtype, device=self.host.device)
+            for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
+                padded_BT[row, :num_tokens] = cotangents[member]
+            if padded_BT.any():
+                branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk)
+            done += sum(bundle.lengths)
+            self._progress("replay", done, total)
+
+    def _sweep(self, state: ResidentState) -> None:
+        chain: Chain = state.chain
+        for index in reversed(range(state.first_live, chain.num_pieces)):
+            segment = slice(chain.starts[index], chain.starts[index + 1])
+            pull_back(self.host, chain, index, self._piece_ids(state, segment))
+            self._progress("sweep", chain.stop - segment.start, chain.stop - chain.starts[state.first_live])
+
+    def _piece_ids(self, state: ResidentState, segment: slice) -> torch.Tensor:
+        return state.prompt_ids[None, segment].to(self.host.device)
+
+    def _stops(self, stop_ids: Collection[int] | int | None) -> tuple[int, ...]:
+        if stop_ids is None:
+            generation = getattr(self.host.model, "generation_config", None)
+            stop_ids = getattr(generation, "eos_token_id", None)
+            stop_ids = getattr(self.host.config, "eos_token_id", None) if stop_ids is None else stop_ids
+        if stop_ids is None:
+            return ()
+        return (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
+
+    def _refuse_released(self, state: ResidentState) -> None:
+        if state.released:
+            raise ValueError("this state was released: capture the prompt again")

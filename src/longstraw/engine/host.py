@@ -1,0 +1,113 @@
+"""The model as the engine runs it, and as it finds it again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+from transformers.cache_utils import Cache
+
+from longstraw.models import family_of
+from longstraw.pages import PageStore
+from longstraw.state.chain import Chain
+from longstraw.state.layer import PieceComplete
+
+
+class ModelHost:
+    """A causal LM, PEFT-wrapped or not, split into backbone and head.
+
+    Raises:
+        ValueError: no adapter serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        causal_lm = model
+        if hasattr(model, "peft_config"):
+            kinds = {config.peft_type for config in model.peft_config.values() if config.is_prompt_learning}
+            if kinds:
+                raise ValueError(
+                    f"prompt-learning adapters ({', '.join(sorted(kinds))}) put virtual tokens before the prompt, "
+                    "which the engine does not do; use LoRA or full fine-tuning"
+                )
+            if hasattr(model, "get_base_model"):
+                causal_lm = model.get_base_model()
+        if not hasattr(causal_lm, "config"):
+            raise ValueError(f"a transformers causal LM is needed, got {type(causal_lm).__name__}")
+        text_config = causal_lm.config.get_text_config()
+        self.family = family_of(text_config.model_type)
+        self.backbone, self.head = self.family.parts(causal_lm)
+        self.config = text_config
+        self.kinds = self.family.layer_kinds(text_config)
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope_type {rope['rope_type']!r} changes with the length of the sequence, so pieces of one prompt "
+                "would not agree; choose one factor for all lengths, such as rope_type 'yarn' or 'linear'"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.backbone.parameters()).device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that the model is made for: its own, or what an explicit RoPE override stretches them to."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if limit and rope.get("rope_type", "default") != "default" and "factor" in rope:
+            original = rope.get("original_max_position_embeddings", limit)
+            limit = max(limit, int(original * rope["factor"]))
+        return limit
+
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def new_chain(self, store: PageStore, first_live: int) -> Chain:
+        return Chain([kind(store, first_live) for kind in self.kinds])
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model on the engine's attention and caches, in evaluation mode; restored on leaving, also by exception.
+
+        Raises:
+            ValueError: dropout is active: a recomputed graph would be another function.
+        """
+        self._refuse_dropout()
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with self.family.adapted(self.backbone):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def forward(self, ids_BT: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
+        """Hidden states [B, T, E] of a piece whose first token stands at `start`; None if its output is not read."""
+        positions = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)[None]
+        try:
+            return self.backbone(
+                input_ids=ids_BT, position_ids=positions, cache=cache, use_cache=True
+            ).last_hidden_state
+        except PieceComplete:
+            return None
+
+    def _refuse_dropout(self) -> None:
+        for name, module in self.model.named_modules():
+            if not module.training:
+                continue
+            rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
+            if isinstance(rate, float) and rate > 0:
+                raise ValueError(
+                    f"dropout is active in {name or 'the model'} (rate {rate}): a replayed graph would not be the one "
+                    "that was scored; set it to 0 (attention_dropout, lora_dropout) or call model.eval()"
+                )

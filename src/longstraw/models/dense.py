@@ -1,0 +1,38 @@
+"""Dense decoders with full or sliding-window attention: Llama, Qwen2, Qwen3, Mistral."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from longstraw.models.family import Family, LayerKind, register
+from longstraw.state.paged import PagedChain
+from longstraw.state.window import WindowChain
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """K/V of all tokens, or of the window where a layer has one.
+
+    Raises:
+        ValueError: a layer of another kind.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral: one window for all layers, or none
+        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    return [_kind(kind, window) for kind in kinds]
+
+
+def _kind(kind: str, window: int | None) -> LayerKind:
+    if kind == "full_attention" or (kind == "sliding_attention" and window is None):
+        return PagedChain
+    if kind == "sliding_attention":
+        return partial(_window, window)
+    raise ValueError(f"no adapter serves a layer of kind {kind!r} in this family")
+
+
+def _window(size: int, store: Any, first_live: int) -> WindowChain:
+    return WindowChain(store, size, first_live)
+
+
+register(Family(model_types=("llama", "qwen2", "qwen3", "mistral"), layer_kinds=layer_kinds))

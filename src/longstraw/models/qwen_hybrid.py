@@ -1,0 +1,39 @@
+"""Qwen3.5/3.6 and Qwen3-Next: GatedDeltaNet layers with a full-attention layer every few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from longstraw.models.family import Family, LayerKind, register
+from longstraw.state.paged import PagedChain
+from longstraw.state.recurrent import RecurrentChain
+
+_KINDS: dict[str, LayerKind] = {"full_attention": PagedChain, "linear_attention": RecurrentChain}
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """K/V pages in attention layers, convolution and recurrent state in the others.
+
+    Raises:
+        ValueError: a layer of another kind.
+    """
+    unknown = set(config.layer_types) - set(_KINDS)
+    if unknown:
+        raise ValueError(f"no adapter serves layers of kind {sorted(unknown)} in this family")
+    return [_KINDS[kind] for kind in config.layer_types]
+
+
+def parts(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The text model and the head, bare or inside a model that also takes images."""
+    return getattr(model.model, "language_model", model.model), model.lm_head
+
+
+register(
+    Family(
+        model_types=("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        layer_kinds=layer_kinds,
+        parts=parts,
+    )
+)

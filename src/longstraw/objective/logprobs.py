@@ -1,0 +1,86 @@
+"""Token log-probabilities and their gradient in chunks of tokens: no [R, vocab] tensor, forward or backward.
+
+Shapes: N tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tokens_a_chunk(vocab_size: int, nbytes: int) -> int:
+    """How many tokens' logits, in float32, fit into `nbytes`; at least one."""
+    return max(1, nbytes // (4 * vocab_size))
+
+
+def token_logps(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """log softmax(logits / temperature)[target], [N], differentiable.
+
+    Computed in float32, or float64 for float64 logits.
+    """
+    return _TokenLogps.apply(logits_NV, targets_N, temperature)
+
+
+class _TokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        scaled = logits.to(_wide(logits.dtype))
+        if temperature != 1.0:
+            scaled = scaled / temperature
+        lse = scaled.logsumexp(-1)
+        picked = scaled.gather(-1, targets[:, None])[:, 0]
+        ctx.save_for_backward(logits, targets, lse)
+        ctx.temperature = temperature
+        return picked - lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        logits, targets, lse = ctx.saved_tensors
+        grad = grads[0] / ctx.temperature
+        result = logits.to(lse.dtype, copy=True)
+        result.div_(ctx.temperature).sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+        result.scatter_add_(1, targets[:, None], grad[:, None])
+        return result.to(logits.dtype), None, None
+
+
+@torch.no_grad()
+def score(head: Head, hidden_NE: torch.Tensor, targets_N: torch.Tensor, temperature: float, chunk: int) -> torch.Tensor:
+    """Log-probabilities [N] of the targets, without a graph."""
+    parts = [token_logps(head(h), t, temperature) for h, t in zip(hidden_NE.split(chunk), targets_N.split(chunk))]
+    return torch.cat(parts)
+
+
+def pull_back(
+    head: Head,
+    hidden_NE: torch.Tensor,
+    targets_N: torch.Tensor,
+    cotangents_N: torch.Tensor,
+    temperature: float,
+    chunk: int,
+) -> torch.Tensor:
+    """Gradient with respect to the hidden states, [N, E]; the head's parameters collect theirs.
+
+    Args:
+        cotangents_N: the gradient of the loss with respect to each target's log-probability.
+    """
+    gradient = torch.zeros_like(hidden_NE, requires_grad=False)
+    with torch.enable_grad():
+        for first in range(0, hidden_NE.shape[0], chunk):
+            part = slice(first, first + chunk)
+            if not cotangents_N[part].any():
+                continue
+            hidden = hidden_NE[part].detach().requires_grad_()
+            logps = token_logps(head(hidden), targets_N[part], temperature)
+            logps.backward(cotangents_N[part].to(logps.dtype))
+            if hidden.grad is not None:
+                gradient[part] = hidden.grad
+    return gradient
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

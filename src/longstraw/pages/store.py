@@ -1,0 +1,188 @@
+"""The page store: puts state pages on a tier, brings them to the device for use, and sums their cotangents."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from longstraw.pages.disk import DiskFile, DiskFolder
+from longstraw.pages.table import Page, PageTable, Tier
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class PageStore:
+    """Pages of one engine.
+
+    A page's tensors are written once. Its cotangent (the gradient of the loss with respect to them) is summed in
+    float32, or float64 for float64 pages, on the page's own tier: allocated at the first touch, gone when taken.
+
+    Args:
+        device: where pages are used.
+        tier: where they rest: "device", "host" (pinned when the device is a GPU) or "disk".
+        page_dir: parent directory of the disk tier's private directory; None is the system's temporary directory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        tier: str | Tier = Tier.DEVICE,
+        page_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.tier = Tier(tier)
+        self.table = PageTable()
+        self._page_dir = page_dir
+        self._folder: DiskFolder | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._held: dict[int, Tensors | DiskFile] = {}
+        self._cotangents: dict[int, tuple[Page, Tensors | DiskFile]] = {}
+
+    def put(self, kind: str, start: int, tensors: Sequence[torch.Tensor], token_dim: int | None = -2) -> Page:
+        """Stores detached copies that own their memory.
+
+        Args:
+            kind: see `Page.kind`.
+            start: absolute position of the first token.
+            tensors: [rows, ..., tokens, dim] each; one tier, one dtype or several.
+            token_dim: the dimension of the first tensor that counts tokens; None for state without one.
+        """
+        first = tensors[0]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        page = Page(
+            kind=kind,
+            start=start,
+            num_tokens=first.shape[token_dim] if token_dim is not None else 0,
+            rows=first.shape[0],
+            nbytes=nbytes,
+            tier=self.tier,
+        )
+        held = self._rest(tensors, nbytes)
+        self.table.add(page)
+        self._held[page.number] = held
+        return page
+
+    def fetch(self, page: Page) -> Tensors:
+        """The page's tensors on the device. They must not be written to."""
+        return self._bring(self._held[page.number])
+
+    def stream(self, pages: Sequence[Page]) -> Iterator[tuple[Page, Tensors]]:
+        """Yields pages in order while the next one is on its way."""
+        if self.tier is Tier.DEVICE or (self.tier is Tier.HOST and self.device.type == "cpu"):
+            for page in pages:
+                yield page, self.fetch(page)
+            return
+        ahead: Future[Tensors] | None = None
+        for index, page in enumerate(pages):
+            tensors = self.fetch(page) if ahead is None else ahead.result()
+            ahead = self._ahead(pages[index + 1]) if index + 1 < len(pages) else None
+            yield page, tensors
+
+    def accumulate(self, page: Page, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds to the page's cotangent. The order of calls is the order of summation."""
+        number = page.number
+        if number not in self._cotangents:
+            wide = tuple(g.to(_wide(g.dtype), copy=True) for g in gradients)
+            nbytes = sum(t.numel() * t.element_size() for t in wide)
+            record = Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self.tier)
+            held = self._rest(wide, nbytes, owned=True)
+            self._cotangents[number] = (self.table.add(record), held)
+            return
+        record, held = self._cotangents[number]
+        record.version += 1
+        if isinstance(held, DiskFile):
+            total = held.read()
+            for into, gradient in zip(total, gradients):
+                into.add_(gradient.to("cpu"))
+            held.write(total)
+        else:
+            for into, gradient in zip(held, gradients):
+                into.add_(gradient.to(into.device))
+
+    def take_cotangent(self, page: Page) -> Tensors | None:
+        """Hands the summed cotangent over and forgets it; None when nothing ever reached the page."""
+        found = self._cotangents.pop(page.number, None)
+        if found is None:
+            return None
+        record, held = found
+        tensors = self._bring(held)
+        self._drop(record, held)
+        return tensors
+
+    def drop_cotangents(self) -> None:
+        """Forgets every cotangent, as after a step that failed."""
+        for record, held in self._cotangents.values():
+            self._drop(record, held)
+        self._cotangents.clear()
+
+    def free(self, page: Page) -> None:
+        """Forgets a page with its cotangent."""
+        found = self._cotangents.pop(page.number, None)
+        if found is not None:
+            self._drop(*found)
+        self._drop(page, self._held.pop(page.number))
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind and tier."""
+        return self.table.nbytes()
+
+    def close(self) -> None:
+        """Frees everything and removes the files."""
+        self._cotangents.clear()
+        for held in self._held.values():
+            if isinstance(held, DiskFile):
+                held.close()
+        self._held.clear()
+        if self._reader is not None:
+            self._reader.shutdown()
+            self._reader = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+    def _rest(self, tensors: Sequence[torch.Tensor], nbytes: int, owned: bool = False) -> Tensors | DiskFile:
+        if self.tier is Tier.DISK:
+            if self._folder is None:
+                self._folder = DiskFolder(self._page_dir)
+            file = self._folder.new_file(nbytes)
+            try:
+                file.write(tuple(tensors))
+            except BaseException:
+                file.close()
+                raise
+            return file
+        if self.tier is Tier.HOST and self.device.type != "cpu":
+            return tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach()) for t in tensors)
+        if owned:
+            return tuple(tensors)
+        return tuple(_own(t) for t in tensors)
+
+    def _bring(self, held: Tensors | DiskFile) -> Tensors:
+        on_gpu = self.device.type != "cpu"
+        tensors = held.read(pin=on_gpu) if isinstance(held, DiskFile) else held
+        return tuple(t.to(self.device, non_blocking=True) for t in tensors) if on_gpu else tensors
+
+    def _ahead(self, page: Page) -> Future[Tensors]:
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="longstraw-pages")
+        return self._reader.submit(self.fetch, page)
+
+    def _drop(self, page: Page, held: Tensors | DiskFile) -> None:
+        self.table.remove(page)
+        if isinstance(held, DiskFile):
+            held.close()
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor that keeps nothing but itself alive."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

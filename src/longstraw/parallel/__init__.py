@@ -1,0 +1,1 @@
+"""Many devices: axes of a DeviceMesh, by name."""

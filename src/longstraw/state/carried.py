@@ -1,0 +1,114 @@
+"""State of fixed size that every piece replaces: recurrent matrices, convolution tails, attention windows.
+
+A piece starts from leaves that collect a gradient and ends with new tensors. States at piece boundaries are stored as
+pages, so that they may rest off the device.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from longstraw.pages import Page, PageStore
+from longstraw.state.layer import LayerChain
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class CarriedLive(Protocol):
+    """A live layer whose state is carried: starts from `start`, ends with `end`."""
+
+    start: Tensors | None
+    end: Tensors | None
+
+
+class CarriedChain(LayerChain):
+    """A carried state along one chain.
+
+    Args:
+        store: where the states at piece boundaries go.
+        kind: their kind in the accounting.
+        first_live: the state before this piece is a constant to every gradient, and so is every earlier one; of the
+            states at piece boundaries only later ones are kept, and the last.
+        parent: the chain at whose end this one starts.
+    """
+
+    def __init__(self, store: PageStore, kind: str, first_live: int = 0, parent: CarriedChain | None = None) -> None:
+        self.store = store
+        self.kind = kind
+        self.first_live = first_live
+        self.parent = parent
+        self.num_pieces = 0
+        self._states: dict[int, Page] = {}  # by the piece that starts from it
+        self._cotangents: dict[int, Tensors] = {}
+
+    @abstractmethod
+    def live(self, start: Tensors | None, rows: int) -> Any:
+        """A live layer of `rows` rows that starts from `start` (as many rows, or one for all; None: no token yet)."""
+
+    def start_of(self, index: int) -> Tensors | None:
+        if index == 0:
+            return self.parent.start_of(self.parent.num_pieces) if self.parent is not None else None
+        if index not in self._states:
+            raise RuntimeError(f"the {self.kind} state before piece {index} was not kept")
+        return self.store.fetch(self._states[index])
+
+    def constant_at(self, index: int) -> bool:
+        """Whether the state before piece `index` is a constant to every gradient."""
+        if index == 0 and self.parent is not None:
+            return self.parent.constant_at(self.parent.num_pieces)
+        return index <= self.first_live
+
+    def enter(self, index: int, rows: int, graph: bool) -> Any:
+        start = self.start_of(index)
+        if start is not None and graph and not self.constant_at(index):
+            start = tuple(t.detach().requires_grad_() for t in start)
+        return self.live(start, rows)
+
+    def commit(self, index: int, live: CarriedLive, start: int) -> None:
+        if index != self.num_pieces:
+            raise RuntimeError(f"piece {index} is committed after {self.num_pieces} pieces")
+        assert live.end is not None
+        if index in self._states and index < self.first_live:
+            self.store.free(self._states.pop(index))
+        self._states[index + 1] = self.store.put(self.kind, start, live.end, token_dim=None)
+        self.num_pieces += 1
+
+    def outputs(self, index: int, live: CarriedLive) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        cotangents = self._cotangents.pop(index + 1, None)
+        if cotangents is None:
+            return []
+        assert live.end is not None
+        return [(end, c.to(end.dtype)) for end, c in zip(live.end, cotangents) if end.requires_grad]
+
+    def settle(self, index: int, live: CarriedLive) -> None:
+        if live.start is None or not live.start[0].requires_grad:
+            return
+        gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.start)
+        if index == 0 and self.parent is not None:
+            self.parent.add_cotangent(self.parent.num_pieces, gradients)
+        else:
+            self.add_cotangent(index, gradients)
+
+    def add_cotangent(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds to the cotangent of the state before piece `index`, in float32 at least."""
+        wide = [g if g.dtype == torch.float64 else g.float() for g in gradients]
+        if index in self._cotangents:
+            for total, gradient in zip(self._cotangents[index], wide):
+                total.add_(gradient)
+        else:
+            self._cotangents[index] = tuple(g.clone() for g in wide)
+
+    def decoder(self, rows: int) -> Any:
+        return self.live(self.start_of(self.num_pieces), rows)
+
+    def truncate(self, num_pieces: int) -> None:
+        for index in [i for i in self._states if i > num_pieces]:
+            self.store.free(self._states.pop(index))
+        self.num_pieces = min(self.num_pieces, num_pieces)
+
+    def drop_cotangents(self) -> None:
+        self._cotangents.clear()

@@ -1,0 +1,88 @@
+"""A chain of pieces over all layers: the prompt, or a branch that starts at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from longstraw.state.layer import LayerChain
+
+
+class Chain:
+    """Every layer's state along one run of tokens.
+
+    Args:
+        layers: one layer chain a model layer, all of them at the same piece.
+        start: absolute position of the first token.
+        rows: batch rows of every piece.
+    """
+
+    def __init__(self, layers: Sequence[LayerChain], start: int = 0, rows: int = 1) -> None:
+        self.layers = list(layers)
+        self.rows = rows
+        self.starts = [start]  # position of the first token of every piece, and of the token after the last
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def stop(self) -> int:
+        """Absolute position of the token after the last."""
+        return self.starts[-1]
+
+    def fork(self, rows: int) -> Chain:
+        """A branch of `rows` rows that starts where this chain ends; this chain never changes through it."""
+        return Chain([layer.fork() for layer in self.layers], self.stop, rows)
+
+    def enter(self, index: int, *, graph: bool = False, output_read: bool = True) -> Cache:
+        """The cache that piece `index` runs on.
+
+        Args:
+            graph: the piece will be pulled back. Call with autograd enabled.
+            output_read: something reads the piece's hidden states. Otherwise the last layer stops the forward pass
+                with `PieceComplete` as soon as its state is written.
+        """
+        live = [layer.enter(index, self.rows, graph) for layer in self.layers]
+        live[-1].last = not output_read
+        return Cache(layers=live)
+
+    def decoder(self, rows: int) -> Cache:
+        """A cache that carries on from the chain's end, token by token, without a graph."""
+        return Cache(layers=[layer.decoder(rows) for layer in self.layers])
+
+    def commit(self, cache: Cache, num_tokens: int) -> None:
+        """Appends the piece that has just run on `cache`."""
+        index = self.num_pieces
+        for layer, live in zip(self.layers, cache.layers):
+            layer.commit(index, live, self.stop)
+        self.starts.append(self.stop + num_tokens)
+
+    def outputs(self, index: int, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(tensor, cotangent) of everything that piece `index` wrote and later pieces read; consumes the cotangents."""
+        return [pair for layer, live in zip(self.layers, cache.layers) for pair in layer.outputs(index, live)]
+
+    def settle(self, index: int, cache: Cache) -> None:
+        """After the pullback of piece `index`: passes on the gradient of the state it started from."""
+        for layer, live in zip(self.layers, cache.layers):
+            layer.settle(index, live)
+
+    def truncate(self, num_pieces: int) -> None:
+        """Forgets every piece from `num_pieces` on."""
+        for layer in self.layers:
+            layer.truncate(num_pieces)
+        del self.starts[num_pieces + 1 :]
+
+    def drop_cotangents(self) -> None:
+        for layer in self.layers:
+            layer.drop_cotangents()
+
+
+def select_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Keeps the given rows of a decoding cache."""
+    live: Any
+    for live in cache.layers:
+        live.select(rows)

@@ -1,0 +1,90 @@
+"""The contract between one layer's state and the engine.
+
+A chain is a run of pieces: the prompt's segments, or the blocks of a branch that starts where the prompt ends. In each
+layer a chain keeps what its tokens leave behind. For every piece the engine asks the layer's chain for a live layer
+(a transformers cache layer), runs the model's forward pass over it, and then either
+
+- `commit`s what the piece wrote, without a graph, or
+- collects `outputs`, the (tensor, cotangent) pairs that the piece's graph is pulled back from, and afterwards has the
+  gradients of the piece's starting state moved to where the piece before will find them (`settle`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class PieceComplete(Exception):
+    """Raised by the last layer once a prompt piece has left its state there: nothing reads what would follow."""
+
+
+class LayerChain(ABC):
+    """One layer's state along one chain."""
+
+    @abstractmethod
+    def fork(self) -> LayerChain:
+        """A branch that starts at this chain's end and never changes it."""
+
+    @abstractmethod
+    def enter(self, index: int, rows: int, graph: bool) -> Any:
+        """A live cache layer for piece `index`, which starts from the state that piece `index - 1` left.
+
+        Args:
+            rows: batch rows of the piece.
+            graph: the piece will be pulled back: the starting state has to collect a gradient.
+        """
+
+    @abstractmethod
+    def commit(self, index: int, live: Any, start: int) -> None:
+        """Keeps what piece `index`, whose first token stands at position `start`, wrote, detached."""
+
+    @abstractmethod
+    def outputs(self, index: int, live: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the piece wrote, paired with the cotangents that later pieces left for it; these are consumed."""
+
+    @abstractmethod
+    def settle(self, index: int, live: Any) -> None:
+        """After the pullback: adds the gradient of the piece's starting state to the cotangent of the piece before."""
+
+    @abstractmethod
+    def decoder(self, rows: int) -> Any:
+        """A live layer that carries on from the chain's end over any number of forward passes, without a graph.
+
+        It has `select(rows)`, which keeps the given rows only.
+        """
+
+    @abstractmethod
+    def truncate(self, num_pieces: int) -> None:
+        """Forgets every piece from `num_pieces` on."""
+
+    @abstractmethod
+    def drop_cotangents(self) -> None:
+        """Forgets cotangents that were not consumed, as after a step that failed."""
+
+
+class LiveLayer:
+    """What the live layers of every kind share: a piece runs on them once, so most of a cache's bookkeeping is void."""
+
+    is_compileable = False
+    is_sliding = False
+    last = False  # set on the last layer of a piece whose output nothing reads
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always passed, so that nothing depends on it
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def complete(self) -> None:
+        """Called when the layer's state is written."""
+        if self.last:
+            raise PieceComplete

@@ -1,0 +1,54 @@
+"""The resident state of a captured prompt."""
+
+from __future__ import annotations
+
+import torch
+
+from longstraw.pages import PageStore
+from longstraw.state.chain import Chain
+
+
+class ResidentState:
+    """What a prompt leaves behind: all that its responses need, and nothing of its graph.
+
+    Made by `Engine.capture`. It holds the state after all prompt tokens but the last: that one belongs to the branches.
+
+    Attributes:
+        prompt_ids: [P], on the CPU.
+        chain: the prompt's segments.
+        store: the pages.
+        first_live: the first segment that gradients flow into; the number of segments when none do.
+    """
+
+    def __init__(self, prompt_ids: torch.Tensor, chain: Chain, store: PageStore, first_live: int) -> None:
+        self.prompt_ids = prompt_ids
+        self.chain = chain
+        self.store = store
+        self.first_live = first_live
+        self._released = False
+
+    def __len__(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt_ids.numel()
+
+    @property
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind of state and tier, as `{"kv": {"device": 1024}}`."""
+        return self.store.nbytes()
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    def release(self) -> None:
+        """Frees every page; safe to call again."""
+        if not self._released:
+            self._released = True
+            self.chain.truncate(0)
+            self.store.close()
+
+    def __enter__(self) -> ResidentState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,65 @@
+"""Sliding-window attention: the keys and values of the last `window - 1` tokens, [B, K, S, D] each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from longstraw.attention import window
+from longstraw.attention.interface import LIVE
+from longstraw.pages import PageStore
+from longstraw.state.carried import CarriedChain, Tensors
+from longstraw.state.layer import LiveLayer
+
+
+class WindowChain(CarriedChain):
+    """See `CarriedChain`; `size` is how many tokens a query sees, itself included."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        size: int,
+        first_live: int = 0,
+        parent: CarriedChain | None = None,
+    ) -> None:
+        super().__init__(store, "window", first_live, parent)
+        self.size = size
+
+    def fork(self) -> WindowChain:
+        return WindowChain(self.store, self.size, parent=self)
+
+    def live(self, start: Tensors | None, rows: int) -> LiveWindow:
+        return LiveWindow(self.size, start, rows)
+
+
+class LiveWindow(LiveLayer, CacheLayerMixin):
+    """Attends over the carried tail and the live piece, and carries the new tail on."""
+
+    def __init__(self, size: int, start: Tensors | None, rows: int) -> None:
+        super().__init__()
+        self.size = size
+        self.start = start
+        self.end: Tensors | None = None
+        if start is not None:
+            self.end = tuple(t.expand(rows, -1, -1, -1) for t in start)
+
+    def update(  # type: ignore[override]
+        self, key_states: torch.Tensor, value_states: torch.Tensor, kwargs: dict[str, Any], **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = key_states, value_states
+        if self.end is not None:
+            keys, values = (torch.cat([tail, new], -2) for tail, new in zip(self.end, (keys, values)))
+        first = max(0, keys.shape[-2] - self.size + 1)
+        self.end = (keys[..., first:, :], values[..., first:, :])
+        kwargs[LIVE] = self
+        self.complete()
+        return keys, values
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        return window.attend(query, key, value, self.size, scale)
+
+    def select(self, rows: torch.Tensor) -> None:
+        if self.end is not None:
+            self.end = tuple(t[rows] for t in self.end)
