@@ -1,0 +1,25 @@
+"""`longstraw config`: the options of a training configuration, with help and defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from longstraw.training.config_io import list_options
+
+
+def config(
+    word: Annotated[str | None, typer.Argument(help="Only options whose name or help has this word.")] = None,
+) -> None:
+    """List every option of a training configuration: name, type, default, meaning."""
+    console = Console()
+    for key, kind, default, text in list_options():
+        if word and word.lower() not in f"{key} {text}".lower():
+            continue
+        console.print(
+            f"[bold]{escape(key)}[/bold]  [dim]{escape(kind)}, default {escape(default)}[/dim]", highlight=False
+        )
+        console.print(f"    {escape(text)}", highlight=False)

@@ -1,0 +1,219 @@
+"""The training configuration: one validated class. Names and defaults follow TRL's. Imports no torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from longstraw.objective.policy import PolicyLoss
+from longstraw.training.config_parts import DatasetConfig, EvalConfig, LoraConfig, ModelConfig, StrictGroup
+
+Positive = Annotated[int, Field(ge=1)]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
+
+
+class TrainConfig(StrictGroup):
+    """Everything `longstraw train` reads. Raises pydantic.ValidationError; `config_io` turns that into one message."""
+
+    # What is trained, on what, for what
+    model: ModelConfig = Field(description="The policy: a path, or a group of options.")
+    lora: LoraConfig | None = Field(default=None, description="Train LoRA adapters instead of all parameters.")
+    dataset: DatasetConfig = Field(description="The training prompts: a source, or a group of options.")
+    reward_funcs: list[str] = Field(
+        min_length=1,
+        description="'module:function', 'file.py:function' or a sequence-classification model by path; one or a list.",
+    )
+    reward_weights: list[float] | None = Field(
+        default=None, description="One weight a reward function; default 1.0 each."
+    )
+    eval: dict[str, EvalConfig] = Field(default_factory=dict, description="Held-out sets by name.")
+    output_dir: str | None = Field(default=None, description="Run directory; default: runs/DATE-TIME.")
+
+    # Prompts
+    max_prompt_length: Positive | None = Field(default=None, description="Drop (and count) prompts of more tokens.")
+    min_prompt_length: Positive = Field(default=1, description="Drop (and count) prompts of fewer tokens.")
+    shuffle_dataset: bool = Field(default=True, description="Visit the rows in a random order, another one each epoch.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to apply_chat_template.")
+    prompts_per_step: Positive = Field(
+        default=1, description="Prompts (groups) sampled together; their states are held at once."
+    )
+    gradient_accumulation_steps: Positive = Field(
+        default=1,
+        description="Such batches of prompts an optimizer step. Above 1, prompts are captured again for the gradient, "
+        "so that only one batch of states is held.",
+    )
+
+    # Sampling
+    num_generations: int = Field(default=8, description="Responses a prompt: the group.")
+    max_completion_length: Positive = Field(default=512, description="Tokens a response at most.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Divides the logits, for sampling and for every log-probability."
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1.0 is off.")
+    top_k: int = Field(default=0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="Least probability, relative to the likeliest token's."
+    )
+    repetition_penalty: float = Field(default=1.0, gt=0, description="Above 1.0 discourages tokens already present.")
+    stop_token_ids: list[int] = Field(
+        default_factory=list, description="Further ids that end a response, beside the model's eos."
+    )
+
+    # Objective
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = Field(default="dapo", description="Policy loss.")
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token", description="Ratio per token, or per sequence (GSPO)."
+    )
+    epsilon: float = Field(default=0.2, ge=0, description="Clipping range below 1.")
+    epsilon_high: float | None = Field(default=None, ge=0, description="Clipping range above 1; default: epsilon.")
+    delta: float | None = Field(
+        default=None, gt=0, description="Upper bound of the ratio on the unclipped side (two-sided clipping)."
+    )
+    beta: float = Field(default=0.0, ge=0, description="Weight of the KL term; 0 keeps no reference policy.")
+    use_bias_correction_kl: bool = Field(
+        default=True, description="Multiply the KL term by the ratio (unbiased gradient)."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="Divide advantages by the standard deviation of the group, of the batch, or not."
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="Leave responses cut at the length limit out of the loss."
+    )
+    num_iterations: Positive = Field(default=1, description="Optimizer steps on the same responses.")
+    dynamic_sampling: bool = Field(
+        default=False, description="Replace groups whose rewards do not differ by further prompts (DAPO)."
+    )
+    max_resampling_rounds: Positive = Field(
+        default=4, description="Rounds of replacement a step at most, with dynamic_sampling."
+    )
+
+    # Optimizer
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate of AdamW.")
+    lr_scheduler_type: Scheduler = Field(default="linear", description="Schedule, from transformers.")
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further arguments of the schedule.")
+    warmup_steps: float = Field(
+        default=0, ge=0, description="Steps of linear warm-up; below 1: the share of all steps."
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decay of matrices; vectors (norms, biases) are left out."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first moment.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's second moment.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="Clip the gradient's norm; 0 is off.")
+    max_steps: int = Field(default=-1, ge=-1, description="Optimizer steps; -1: as num_train_epochs says.")
+    num_train_epochs: float = Field(default=3.0, gt=0, description="Passes over the prompts, when max_steps is -1.")
+
+    # The engine
+    prompt_grad: Literal["full", "none"] | Positive = Field(
+        default="full", description="Gradient through the whole prompt, none of it, or its last N tokens."
+    )
+    segment_tokens: Positive = Field(default=4096, description="Prompt tokens a piece.")
+    block_tokens: Positive = Field(default=1024, description="Response tokens a piece.")
+    tier: Literal["device", "host", "disk"] = Field(default="device", description="Where the prompt's pages rest.")
+
+    # Running, saving, reporting
+    seed: int = Field(default=42, ge=0, description="Seed of everything random.")
+    logging_steps: Positive = Field(
+        default=1, description="Print a line every so many steps; metrics.jsonl has every step."
+    )
+    log_completions: bool = Field(default=True, description="Keep prompts' ends, completions and rewards as JSONL.")
+    eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps too.")
+    eval_on_start: bool = Field(default=True, description="Evaluate before the first step.")
+    save_steps: Positive = Field(default=500, description="Write a checkpoint every so many steps.")
+    save_total_limit: Positive | None = Field(
+        default=2, description="Keep the newest so many checkpoints; null keeps all."
+    )
+
+    @field_validator("reward_funcs", mode="before")
+    @classmethod
+    def _one_reward_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _trl_booleans(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> TrainConfig:
+        problems = list(_problems(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def policy_loss(self) -> PolicyLoss:
+        """The loss that these options describe. Raises ValueError for a combination that cannot be."""
+        return PolicyLoss(
+            loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            delta=self.delta,
+            beta=self.beta,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            max_completion_length=self.max_completion_length,
+        )
+
+    @property
+    def prompts_per_update(self) -> int:
+        """Prompts an optimizer step: `prompts_per_step` times `gradient_accumulation_steps`."""
+        return self.prompts_per_step * self.gradient_accumulation_steps
+
+
+def _problems(config: TrainConfig) -> Iterator[str]:
+    """Yield what cannot be, each with its remedy."""
+    with warnings.catch_warnings():  # the trainer warns once, when it builds the loss
+        warnings.simplefilter("ignore")
+        try:
+            config.policy_loss()
+        except ValueError as error:
+            yield str(error)
+    if config.num_generations < 2:
+        yield (
+            f"'num_generations' is {config.num_generations}: an advantage compares the responses of one group, and a "
+            "group of "
+            "one has nothing to compare with. Set num_generations to 2 or more."
+        )
+    if config.model.quantization and not (config.lora or config.model.adapter):
+        yield (
+            "'model.quantization: nf4' freezes the base weights, so nothing would be trained. Add a `lora` group, or "
+            "model.adapter."
+        )
+    if config.lora and config.model.adapter:
+        yield "'lora' makes new adapters and 'model.adapter' goes on with a trained one. Remove one of them."
+    if config.reward_weights is not None and len(config.reward_weights) != len(config.reward_funcs):
+        yield (
+            f"'reward_weights' has {len(config.reward_weights)} values for {len(config.reward_funcs)} reward "
+            "functions. Give "
+            "one weight a function."
+        )
+    if config.max_steps == 0:
+        yield "'max_steps' is 0: there is nothing to do. Set it to 1 or more, or to -1 to go by num_train_epochs."
+    if config.warmup_steps >= 1 and config.warmup_steps != int(config.warmup_steps):
+        yield f"'warmup_steps' is {config.warmup_steps}: give a whole number of steps, or a share below 1."
+    if config.max_steps > 0 and config.warmup_steps > config.max_steps:
+        yield f"'warmup_steps' ({config.warmup_steps:g}) exceeds 'max_steps' ({config.max_steps}). Lower warmup_steps."
+    if config.max_prompt_length is not None and config.min_prompt_length > config.max_prompt_length:
+        yield "'min_prompt_length' exceeds 'max_prompt_length': no prompt could pass. Lower min_prompt_length."
+    if config.eval_steps is not None and not config.eval:
+        yield "'eval_steps' is set, but 'eval' names no set. Add one, e.g. eval: {held_out: {source: data.jsonl}}."
+    if config.dynamic_sampling and config.beta > 0:
+        yield (
+            "'dynamic_sampling' drops groups whose rewards do not differ, but with 'beta' above 0 their KL term "
+            "counts. Set "
+            "beta to 0, or dynamic_sampling to false."
+        )

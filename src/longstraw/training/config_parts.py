@@ -1,0 +1,142 @@
+"""The nested groups of a training configuration: model, lora, dataset and evaluation sets. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+
+class StrictGroup(BaseModel):
+    """A group of options: an unknown key is an error, and true or false is not taken for a number."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+    shorthand: ClassVar[str | None] = None
+    """The option that a bare string stands for, where a group may be written as one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shorthand(cls, values: Any) -> Any:
+        return {cls.shorthand: values} if isinstance(values, str) and cls.shorthand else values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_boolean_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and not _admits_bool(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError(f"'{info.field_name}' is {str(value).lower()}, but it is not a switch. Give it a value.")
+        return value
+
+
+def _admits_bool(annotation: Any) -> bool:
+    if annotation in (bool, Any):
+        return True
+    return any(
+        argument is bool or isinstance(argument, bool) or _admits_bool(argument) for argument in get_args(annotation)
+    )
+
+
+class ModelConfig(StrictGroup):
+    """Which model is trained and how it is loaded. `model: PATH` is short for `model: {path: PATH}`."""
+
+    shorthand: ClassVar[str | None] = "path"
+    path: str = Field(
+        description="Folder or hub name for from_pretrained; 'package:NAME/sub/folder' for weights inside an installed "
+        "Python package; or 'module:function', a function that returns a model or (model, tokenizer)."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for a 'module:function' path.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
+    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = Field(
+        default="float32", description="Parameter dtype; 'auto' keeps the checkpoint's own."
+    )
+    device: str = Field(
+        default="auto", description="'auto' (cuda when there is one, else cpu), 'cpu', 'cuda', 'cuda:1'."
+    )
+    adapter: str | None = Field(
+        default=None, description="A trained PEFT adapter to go on training (folder or hub name)."
+    )
+    gguf_file: str | None = Field(default=None, description="Name of a GGUF file inside `path`; it is dequantized.")
+    quantization: Literal["nf4"] | None = Field(
+        default=None,
+        description="'nf4' keeps the base weights in 4 bits through bitsandbytes; needs `lora` or `adapter`.",
+    )
+    tokenizer: str | None = Field(
+        default=None, description="Where the tokenizer is, if not beside the model; 'none' for no tokenizer."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that ships with the model. Off unless you set it."
+    )
+    rope_scaling: dict[str, Any] | None = Field(
+        default=None,
+        description="RoPE override to go beyond the model's positions, e.g. {rope_type: yarn, factor: 4.0}. "
+        "Quality beyond the trained range is unproven.",
+    )
+    max_position_embeddings: int | None = Field(
+        default=None,
+        ge=1,
+        description="Positions to allow with `rope_scaling`; default: the model's own times the factor.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.gguf_file and self.quantization:
+            raise ValueError(
+                "'model.gguf_file' and 'model.quantization' exclude each other: a GGUF file is dequantized on loading. "
+                "Remove one of them."
+            )
+        if self.max_position_embeddings and not self.rope_scaling:
+            raise ValueError(
+                "'model.max_position_embeddings' without 'model.rope_scaling' would let positions run past what the "
+                "model "
+                "was trained on unscaled. Set model.rope_scaling, e.g. {rope_type: yarn, factor: 4.0}."
+            )
+        return self
+
+
+class LoraConfig(StrictGroup):
+    """LoRA adapters through PEFT. No dropout: a recomputed graph must be the same function."""
+
+    r: int = Field(default=16, ge=1, description="Rank of the adapters.")
+    alpha: float = Field(default=32, gt=0, description="Scale numerator: the update is scaled by alpha / r.")
+    target_modules: str | list[str] = Field(
+        default="all-linear",
+        description="Module names, a regular expression, or 'all-linear' (every linear layer but the head).",
+    )
+    exclude_modules: str | list[str] | None = Field(
+        default=None, description="Module names or expression to leave out."
+    )
+    modules_to_save: list[str] | None = Field(default=None, description="Modules trained in full beside the adapters.")
+    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(r) instead of alpha / r.")
+
+
+class DatasetConfig(StrictGroup):
+    """Where prompts come from. `dataset: SOURCE` is short for `dataset: {source: SOURCE}`."""
+
+    shorthand: ClassVar[str | None] = "source"
+    source: str = Field(
+        description="A .jsonl file; a folder or hub name for datasets.load_dataset; or 'module:function', a function "
+        "that returns rows. Each has a `prompt` (text, chat messages or token ids); other columns go to the rewards."
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments for the function, or for datasets.load_dataset."
+    )
+    split: str = Field(default="train", description="Split of a `datasets` source.")
+
+
+class EvalConfig(DatasetConfig):
+    """A held-out set. Reported as the mean reward over its rows, before, during and after training."""
+
+    num_samples: int = Field(default=32, ge=1, description="Rows to evaluate, from the start of the set.")
+    num_generations: int = Field(default=1, ge=1, description="Completions a row.")
+    greedy: bool = Field(
+        default=True, description="Take the likeliest token; false samples at the training temperature."
+    )
+    max_completion_length: int | None = Field(default=None, ge=1, description="Default: the training value.")
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalConfig:
+        if self.greedy and self.num_generations > 1:
+            raise ValueError(
+                "'num_generations' above 1 with 'greedy: true' would repeat one completion. Set greedy: false, or "
+                "num_generations: 1."
+            )
+        return self

@@ -1,0 +1,73 @@
+"""metrics.jsonl: one JSON object a line, in order of steps; read back when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends rows to a JSON lines file. A number that is not finite is written as null."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rows(self) -> list[Row]:
+        """All rows. A last line that a kill cut short is left out."""
+        if not self._path.exists():
+            return []
+        rows = []
+        for line in self._path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return rows
+
+    def append(self, row: Row) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(to_plain(row)) + "\n")
+
+    def drop_after(self, step: int) -> None:
+        """Forget rows of later steps: they will be run again. The file is replaced at once."""
+        kept = [row for row in self.rows() if row.get("step", 0) <= step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, self._path)
+
+
+def describe(values: Iterable[float], prefix: str, statistics: Iterable[str] = ("mean", "min", "max")) -> Row:
+    """`{prefix}mean_…`-style statistics of a list; 0 where it is empty, as TRL logs."""
+    numbers = list(values)
+    functions = {"mean": lambda: sum(numbers) / len(numbers), "min": lambda: min(numbers), "max": lambda: max(numbers)}
+    return {prefix.format(name): float(functions[name]()) if numbers else 0.0 for name in statistics}
+
+
+def mean_and_deviation(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation (n − 1) of what is not None; None where there is too little."""
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return None, None
+    mean = math.fsum(numbers) / len(numbers)
+    if len(numbers) == 1:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in numbers) / (len(numbers) - 1))
+
+
+def to_plain(value: Any) -> Any:
+    """JSON-ready: tensors and numpy scalars as numbers, what is not finite as None."""
+    if isinstance(value, dict):
+        return {str(key): to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, "item"):
+        return to_plain(value.item())
+    return value
