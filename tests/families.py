@@ -1,0 +1,91 @@
+"""Tiny random models of every family that the engine serves, from stock transformers classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+
+VOCAB = 67
+POSITIONS = 4096
+_DENSE: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=POSITIONS,
+    initializer_range=0.15,  # far from a uniform policy, so that a wrong state shows
+    bos_token_id=None,
+    eos_token_id=None,
+)
+_SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+_DELTA = dict(
+    head_dim=16,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+
+_RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16, tie_word_embeddings=True)),
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=13)),
+    "qwen3_mixed": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        dict(head_dim=16, use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _DELTA | _EXPERTS),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _DELTA | _EXPERTS),
+    "qwen3_5_image": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _DELTA),
+}
+FAMILIES = list(_RECIPES)
+WITH_RECURRENCE = [name for name, recipe in _RECIPES.items() if "linear_key_head_dim" in recipe[2]]
+
+
+def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A model in evaluation mode. A float64 one is exact to 1e-11 only within `computing_in_float64`."""
+    config_name, model_name, extra = _RECIPES[family]
+    torch.manual_seed(seed)
+    options = {**_DENSE, **extra, **changes}
+    if family == "qwen3_5_image":
+        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+        config = transformers.Qwen3_5Config(text_config=options, vision_config=vision, tie_word_embeddings=False)
+    else:
+        config = getattr(transformers, config_name)(**options)
+    model = getattr(transformers, model_name)(config).eval()
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):  # zero at birth: every expert would tie
+            torch.nn.init.normal_(module.weight, std=0.5)
+    if dtype == torch.float64 and hasattr(config, "num_experts"):
+        model.set_experts_implementation("eager")  # the grouped kernel knows no float64
+    return model.to(dtype)
+
+
+@contextmanager
+def computing_in_float64() -> Iterator[None]:
+    """Stock models compute norms, rotary factors, routers and the recurrence in float32 whatever their dtype; in this
+    context they do so in float64, so that a wrong gradient cannot hide behind rounding."""
+
+    class Wide:
+        def __getattr__(self, name: str) -> Any:
+            return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+    sources = {f"transformers.models.{name}.modeling_{name}" for name in _SOURCES}
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(mock.patch.object(import_module(source), "torch", Wide()))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
