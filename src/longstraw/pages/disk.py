@@ -41,9 +41,16 @@ class DiskFolder:
         self._next = 0
         _LIVE.add(self)
 
-    def new_file(self, nbytes: int) -> DiskFile:
+    def new_file(self, tensors: tuple[torch.Tensor, ...]) -> DiskFile:
+        """A file that holds these tensors; none is left if that fails."""
         self._next += 1
-        return DiskFile(self.path / f"{self._next}.page", nbytes)
+        file = DiskFile(self.path / f"{self._next}.page", sum(t.numel() * t.element_size() for t in tensors))
+        try:
+            file.write(tensors)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def close(self) -> None:
         """Removes the directory and everything in it; safe to call again."""

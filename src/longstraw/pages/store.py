@@ -8,10 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from longstraw.pages.arena import Arena, Block
 from longstraw.pages.disk import DiskFile, DiskFolder
 from longstraw.pages.table import Page, PageTable, Tier
 
 Tensors = tuple[torch.Tensor, ...]
+Held = Tensors | Block | DiskFile
 
 
 class PageStore:
@@ -38,8 +40,9 @@ class PageStore:
         self._page_dir = page_dir
         self._folder: DiskFolder | None = None
         self._reader: ThreadPoolExecutor | None = None
-        self._held: dict[int, Tensors | DiskFile] = {}
-        self._cotangents: dict[int, tuple[Page, Tensors | DiskFile]] = {}
+        self._arena = Arena()
+        self._held: dict[int, Held] = {}
+        self._cotangents: dict[int, tuple[Page, Held]] = {}
 
     def put(self, kind: str, start: int, tensors: Sequence[torch.Tensor], token_dim: int | None = -2) -> Page:
         """Stores detached copies that own their memory.
@@ -60,9 +63,8 @@ class PageStore:
             nbytes=nbytes,
             tier=self.tier,
         )
-        held = self._rest(tensors, nbytes)
         self.table.add(page)
-        self._held[page.number] = held
+        self._held[page.number] = self._rest(page, tensors)
         return page
 
     def fetch(self, page: Page) -> Tensors:
@@ -85,11 +87,10 @@ class PageStore:
         """Adds to the page's cotangent. The order of calls is the order of summation."""
         number = page.number
         if number not in self._cotangents:
-            wide = tuple(g.to(_wide(g.dtype), copy=True) for g in gradients)
+            wide = tuple(g.to(_wide(g.dtype)) for g in gradients)
             nbytes = sum(t.numel() * t.element_size() for t in wide)
-            record = Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self.tier)
-            held = self._rest(wide, nbytes, owned=True)
-            self._cotangents[number] = (self.table.add(record), held)
+            record = self.table.add(Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self.tier))
+            self._cotangents[number] = (record, self._rest(record, wide))
             return
         record, held = self._cotangents[number]
         record.version += 1
@@ -99,7 +100,7 @@ class PageStore:
                 into.add_(gradient.to("cpu"))
             held.write(total)
         else:
-            for into, gradient in zip(held, gradients):
+            for into, gradient in zip(held.tensors() if isinstance(held, Block) else held, gradients):
                 into.add_(gradient.to(into.device))
 
     def take_cotangent(self, page: Page) -> Tensors | None:
@@ -109,6 +110,8 @@ class PageStore:
             return None
         record, held = found
         tensors = self._bring(held)
+        if isinstance(held, Block):  # its memory goes back at once
+            tensors = tuple(t.clone() for t in tensors)
         self._drop(record, held)
         return tensors
 
@@ -136,6 +139,7 @@ class PageStore:
             if isinstance(held, DiskFile):
                 held.close()
         self._held.clear()
+        self._arena = Arena()
         if self._reader is not None:
             self._reader.shutdown()
             self._reader = None
@@ -143,45 +147,43 @@ class PageStore:
             self._folder.close()
             self._folder = None
 
-    def _rest(self, tensors: Sequence[torch.Tensor], nbytes: int, owned: bool = False) -> Tensors | DiskFile:
-        if self.tier is Tier.DISK:
-            if self._folder is None:
-                self._folder = DiskFolder(self._page_dir)
-            file = self._folder.new_file(nbytes)
-            try:
-                file.write(tuple(tensors))
-            except BaseException:
-                file.close()
-                raise
-            return file
-        if self.tier is Tier.HOST and self.device.type != "cpu":
-            return tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach()) for t in tensors)
-        if owned:
-            return tuple(tensors)
-        return tuple(_own(t) for t in tensors)
+    def _rest(self, page: Page, tensors: Sequence[torch.Tensor]) -> Held:
+        """Copies tensors to where the page rests; forgets the page if that fails."""
+        try:
+            if self.tier is Tier.DISK:
+                if self._folder is None:
+                    self._folder = DiskFolder(self._page_dir)
+                return self._folder.new_file(tuple(tensors))
+            tensors = [t.detach() for t in tensors]
+            if self.device.type == "cpu":
+                return self._arena.keep(tensors)
+            pin = self.tier is Tier.HOST
+            where = torch.device("cpu") if pin else self.device
+            resting = (torch.empty(t.shape, dtype=t.dtype, device=where, pin_memory=pin) for t in tensors)
+            return tuple(into.copy_(t) for into, t in zip(resting, tensors))
+        except BaseException:
+            self.table.remove(page)
+            raise
 
-    def _bring(self, held: Tensors | DiskFile) -> Tensors:
+    def _bring(self, held: Held) -> Tensors:
         on_gpu = self.device.type != "cpu"
-        tensors = held.read(pin=on_gpu) if isinstance(held, DiskFile) else held
-        return tuple(t.to(self.device, non_blocking=True) for t in tensors) if on_gpu else tensors
+        if isinstance(held, DiskFile):
+            held = held.read(pin=on_gpu)
+        elif isinstance(held, Block):
+            return held.tensors()
+        return tuple(t.to(self.device, non_blocking=True) for t in held) if on_gpu else held
 
     def _ahead(self, page: Page) -> Future[Tensors]:
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="longstraw-pages")
         return self._reader.submit(self.fetch, page)
 
-    def _drop(self, page: Page, held: Tensors | DiskFile) -> None:
+    def _drop(self, page: Page, held: Held) -> None:
         self.table.remove(page)
         if isinstance(held, DiskFile):
             held.close()
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor that keeps nothing but itself alive."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+        elif isinstance(held, Block):
+            self._arena.free(held)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
