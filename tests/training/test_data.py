@@ -1,4 +1,4 @@
-"""Rows from every kind of source, prompts of every kind, filtering with counts, an order that is a function of (seed, n)."""
+"""Rows from every kind of source, prompts of every kind, filtering with counts, an order that can be resumed."""
 
 from __future__ import annotations
 
