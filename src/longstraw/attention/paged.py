@@ -68,11 +68,11 @@ class _PagedAttention(torch.autograd.Function):
         for page, (page_k, page_v) in prefix.store.stream(prefix.pages):
             fold = page.rows == 1 and rows > 1
             if fold and folded is None:
-                folded = (_fold(grad), _fold(q), _fold(out), _fold(lse[..., None])[..., 0])
+                folded = (fold_rows(grad), fold_rows(q), fold_rows(out), fold_rows(lse[..., None])[..., 0])
             grad_part, q_part, out_part, lse_part = folded if fold and folded else (grad, q, out, lse)
             page_k, page_v = page_k.to(q.dtype), page_v.to(q.dtype)
             dq, dk, dv = kernels.part_backward(grad_part, q_part, page_k, page_v, out_part, lse_part, scale, False)
-            grad_q += _unfold(dq, rows) if fold else dq
+            grad_q += unfold_rows(dq, rows) if fold else dq
             if prefix.wants_gradient(page):
                 prefix.store.accumulate(page, (dk, dv))
         return grad_q.to(q.dtype), grad_k, grad_v, None, None
@@ -100,17 +100,17 @@ def attend_pages(merged: Merge, q_BHTD: torch.Tensor, prefix: Prefix, scale: flo
     for page, (k, v) in prefix.store.stream(prefix.pages):
         k, v = k.to(q_BHTD.dtype), v.to(q_BHTD.dtype)
         if page.rows == 1 and rows > 1:
-            folded = _fold(q_BHTD) if folded is None else folded
+            folded = fold_rows(q_BHTD) if folded is None else folded
             out, lse = kernels.part_forward(folded, k, v, scale, causal=False)
-            merged.add(_unfold(out, rows), _unfold(lse[..., None], rows)[..., 0])
+            merged.add(unfold_rows(out, rows), unfold_rows(lse[..., None], rows)[..., 0])
         else:
             merged.add(*kernels.part_forward(q_BHTD, k, v, scale, causal=False))
 
 
-def _fold(x_BHTD: torch.Tensor) -> torch.Tensor:
+def fold_rows(x_BHTD: torch.Tensor) -> torch.Tensor:
     """[B, H, T, D] -> [1, H, B T, D]: all rows query one shared page."""
     return x_BHTD.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _unfold(x_1HND: torch.Tensor, rows: int) -> torch.Tensor:
+def unfold_rows(x_1HND: torch.Tensor, rows: int) -> torch.Tensor:
     return x_1HND[0].unflatten(1, (rows, -1)).transpose(0, 1)

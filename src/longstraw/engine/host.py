@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,7 @@ class ModelHost:
         self.backbone, self.head = self.family.parts(causal_lm)
         self.config = text_config
         self.kinds = self.family.layer_kinds(text_config)
+        self._report_without_gradient()
         rope = getattr(text_config, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise ValueError(
@@ -100,6 +102,17 @@ class ModelHost:
             ).last_hidden_state
         except PieceComplete:
             return None
+
+    def _report_without_gradient(self) -> None:
+        trainable = {name for name, p in self.backbone.named_parameters() if p.requires_grad}
+        idle = [name for name in self.family.without_gradient(self.backbone) if name in trainable]
+        if idle:
+            warnings.warn(
+                f"{len(idle)} trainable parameters get no gradient and stay as they are, as in the stock model, whose "
+                f"choice of tokens has none: {', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}. Set "
+                "requires_grad_(False) on them to say so",
+                stacklevel=4,
+            )
 
     def _refuse_dropout(self) -> None:
         for name, module in self.model.named_modules():

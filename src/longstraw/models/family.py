@@ -39,6 +39,10 @@ def _plain_language_model(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]
     return model.model, model.lm_head
 
 
+def _no_names(backbone: torch.nn.Module) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture family.
@@ -48,12 +52,14 @@ class Family:
         layer_kinds: from a text config to the state kind of every layer.
         parts: from the causal LM to (backbone, head): ids to hidden states, hidden states to logits.
         adapted: a context in which the backbone runs on the engine's caches; it restores the model on leaving.
+        without_gradient: from the backbone to the names of parameters that never get a gradient.
     """
 
     model_types: tuple[str, ...]
     layer_kinds: Callable[[Any], list[LayerKind]]
     parts: Callable[[Any], tuple[torch.nn.Module, torch.nn.Module]] = _plain_language_model
     adapted: Callable[[torch.nn.Module], AbstractContextManager[None]] = attention_through_pages
+    without_gradient: Callable[[torch.nn.Module], list[str]] = _no_names
 
 
 _FAMILIES: dict[str, Family] = {}

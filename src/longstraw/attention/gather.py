@@ -1,0 +1,96 @@
+"""Rows of pages picked by position into one buffer, and their gradients back to the pages they came from.
+
+Shapes: B rows, S live tokens, N queries of all rows, K chosen tokens a query, U gathered rows, E numbers a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from longstraw.attention.paged import Prefix
+from longstraw.pages import Page
+
+
+class TokenSpace:
+    """An address for every token that some row of a batch can see: one for a shared token, one a row for its own.
+
+    Args:
+        prefix: pages (tokens [R, S, E],), R = 1 (shared by all rows) or R = B.
+        live_BSE: the tokens after them.
+    """
+
+    def __init__(self, prefix: Prefix, live_BSE: torch.Tensor) -> None:
+        self.prefix = prefix
+        self.live_BSE = live_BSE
+        self.rows, num_live = live_BSE.shape[:2]
+        start = prefix.pages[-1].stop if prefix.pages else 0
+        self.first_own = min((page.start for page in prefix.pages if page.rows == self.rows), default=start)
+        self.num_own = start + num_live - self.first_own
+        self.size = self.first_own + self.rows * self.num_own
+        self.spans = [  # (page, None for the live tokens; row in it; its first address; the one after its last)
+            (page, row, first + row * self.num_own, first + row * self.num_own + num_tokens)
+            for page, rows, first, num_tokens in (
+                *((page, page.rows, page.start, page.num_tokens) for page in prefix.pages),
+                (None, self.rows, start, num_live),
+            )
+            for row in range(rows)
+        ]
+
+    def addresses(self, chosen_BTK: torch.Tensor) -> torch.Tensor:
+        """[N, K] int64 addresses of positions; a -1 gets the address of its query's first choice."""
+        position = torch.where(chosen_BTK < 0, chosen_BTK[..., :1], chosen_BTK).long().clamp(min=0)
+        row = torch.arange(self.rows, device=position.device)[:, None, None]
+        return torch.where(position < self.first_own, position, position + row * self.num_own).flatten(0, 1)
+
+
+class Gathered:
+    """What a group of queries chose, each token once.
+
+    Attributes:
+        rows_UE: the tokens, in order of address.
+        places_NK: where in them each query's choices are.
+    """
+
+    def __init__(self, space: TokenSpace, addresses_NK: torch.Tensor) -> None:
+        device = addresses_NK.device
+        hit = torch.zeros(space.size, dtype=torch.bool, device=device)
+        hit[addresses_NK.flatten()] = True
+        addresses_U = hit.nonzero()[:, 0]
+        self.places_NK = (hit.cumsum(0, dtype=torch.int32) - 1)[addresses_NK]
+        self._space = space
+        edges = torch.tensor([span[2:] for span in space.spans], device=device)
+        bounds = torch.searchsorted(addresses_U, edges).tolist()
+        self._picks: dict[Page | None, list[tuple[int, slice, torch.Tensor]]] = {}  # (row, place here, place there)
+        for (page, row, first, _), (low, high) in zip(space.spans, bounds):
+            if high > low:
+                self._picks.setdefault(page, []).append((row, slice(low, high), addresses_U[low:high] - first))
+        self.rows_UE = self._fetch(addresses_U.numel())
+
+    def scatter(self, grad_UE: torch.Tensor, grad_live_BSE: torch.Tensor) -> None:
+        """Adds the rows' gradients to their pages' cotangents, but for constant pages, and to the live tokens'."""
+        prefix = self._space.prefix
+        for page, picks in self._picks.items():
+            if page is None:
+                for row, here, there in picks:
+                    grad_live_BSE[row, there] += grad_UE[here]  # no token twice
+            elif prefix.wants_gradient(page):
+                whole = grad_UE.new_zeros(page.rows, page.num_tokens, grad_UE.shape[1])
+                for row, here, there in picks:
+                    whole[row, there] = grad_UE[here]
+                prefix.store.accumulate(page, (whole,))
+
+    def _fetch(self, num_rows: int) -> torch.Tensor:
+        live_BSE = self._space.live_BSE
+        rows_UE = live_BSE.new_empty(num_rows, live_BSE.shape[-1])
+        for tokens_RSE, picks in self._tokens():
+            for row, here, there in picks:
+                rows_UE[here] = tokens_RSE[row].index_select(0, there)
+        return rows_UE
+
+    def _tokens(self) -> Iterator[tuple[torch.Tensor, list[tuple[int, slice, torch.Tensor]]]]:
+        for page, (tokens_RSE,) in self._space.prefix.store.stream([p for p in self._picks if p is not None]):
+            yield tokens_RSE, self._picks[page]
+        if None in self._picks:
+            yield self._space.live_BSE, self._picks[None]

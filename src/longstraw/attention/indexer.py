@@ -1,0 +1,124 @@
+"""DeepSeek Sparse Attention's choice of tokens: the best `k` a query, over pages, under a total order.
+
+A query t scores a token s by sum_h w[t, h] relu(q[t, h] . k[s]) (DeepSeek-V3.2-Exp technical report, equation 1; the
+scales of `transformers` belong to w). Higher scores come first, and of equal ones the lower position: equal scores are
+common, as a relu's zeros are. Score and position make one integer, so no two candidates ever tie, and the choice is the
+same whatever the order or the pieces in which tokens are offered.
+
+One (query, token) pair has to score the same bits in every piece. Matrix products on CPU depend on a shape only where
+it is very small; tokens are padded to full tiles, and so are a lone query's heads.
+
+Shapes: B rows, T queries, N queries of all rows, S tokens, H index heads, D index head size, K chosen tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from longstraw.attention.paged import Prefix
+
+_CPU_TILE = (512, 1024)  # queries times heads, and the tokens that they are scored against at a time
+_GPU_TILE = (8192, 4096)
+_ALIGN = 64  # tokens a tile is padded to; also its least rows
+_LOW = 0xFFFFFFFF  # the low word of a rank holds the position, counted downwards
+_FUTURE = -1 - (0x7F800000 << 32)  # the rank of no token: a score of -inf, below every finite one
+
+
+@torch.no_grad()
+def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefix: Prefix, num: int) -> torch.Tensor:
+    """Positions of the `num` best tokens of every query, among the pages' and its own row's up to itself.
+
+    Args:
+        q_BTHD: queries of the last T of S live tokens.
+        w_BTH: weights of their heads, scales included.
+        k_BSD: keys of the live tokens.
+        prefix: pages (k [R, S, D],) of the tokens before, R = 1 (shared by all rows) or R = B.
+
+    Returns:
+        [B, T, K] int32 in rising order, K = min(num, tokens in all); a query that sees fewer has -1 at the end.
+    """
+    rows, num_queries = q_BTHD.shape[:2]
+    start = prefix.pages[-1].stop if prefix.pages else 0
+    stop = start + k_BSD.shape[1]
+    position_T = torch.arange(stop - num_queries, stop, device=q_BTHD.device)
+    if stop <= num:  # every token is among the best
+        every_K = torch.arange(stop, device=q_BTHD.device)
+        return every_K.where(every_K <= position_T[:, None], -1).int().expand(rows, -1, -1)
+    best_NK = torch.full((rows * num_queries, num), _FUTURE, device=q_BTHD.device)
+    q_NHD, w_NH = q_BTHD.to(torch.float32).flatten(0, 1), w_BTH.to(torch.float32).flatten(0, 1)
+    everyone = slice(0, rows * num_queries)
+    each = [slice(row * num_queries, (row + 1) * num_queries) for row in range(rows)]
+    for page, (k_RSD,) in prefix.store.stream(prefix.pages):
+        for part, k_SD in zip([everyone] if page.rows == 1 else each, k_RSD):
+            _offer(best_NK[part], q_NHD[part], w_NH[part], k_SD, page.start, None)
+    for part, k_SD in zip(each, k_BSD):
+        _offer(best_NK[part], q_NHD[part], w_NH[part], k_SD, start, position_T)
+    found_NK = torch.where(best_NK > _FUTURE, _LOW - (best_NK & _LOW), stop)
+    found_NK = found_NK.sort(-1).values
+    return found_NK.where(found_NK < stop, -1).int().unflatten(0, (rows, num_queries))
+
+
+def scores(q_NHD: torch.Tensor, w_NH: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
+    """[N, S] float32; S a multiple of 64."""
+    num_queries, num_heads, _ = q_NHD.shape
+    q_MD = q_NHD.flatten(0, 1)
+    short = max(0, _ALIGN - q_MD.shape[0])
+    products = (pad(q_MD, (0, 0, 0, short)) if short else q_MD) @ k_SD.to(torch.float32).T
+    products = products[: q_MD.shape[0]].relu_().view(num_queries, num_heads, -1)
+    return torch.bmm(w_NH[:, None], products)[:, 0]
+
+
+def ranks(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One int64 a candidate that orders as (score, then the lower position); scores float32, -0 equal to 0."""
+    bits = (scores + 0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order as their bits do, negative ones in reverse
+    return (bits.long() << 32) + (_LOW - positions)
+
+
+def _offer(
+    best_NK: torch.Tensor,
+    q_NHD: torch.Tensor,
+    w_NH: torch.Tensor,
+    k_SD: torch.Tensor,
+    start: int,
+    last_N: torch.Tensor | None,
+) -> None:
+    """Lets the tokens from position `start` on compete for the queries' best; `last_N`: the last that each may see."""
+    tile_rows, chunk = _CPU_TILE if k_SD.device.type == "cpu" else _GPU_TILE
+    chunk = -(-max(chunk, 2 * best_NK.shape[1]) // _ALIGN) * _ALIGN
+    tile = max(1, tile_rows // q_NHD.shape[1])
+    for first in range(0, k_SD.shape[0], chunk):
+        part_SD = k_SD[first : first + chunk]
+        num_tokens = part_SD.shape[0]
+        part_SD = pad(part_SD, (0, 0, 0, -num_tokens % _ALIGN))
+        positions_S = torch.arange(start + first, start + first + num_tokens, device=k_SD.device)
+        for begin in range(0, q_NHD.shape[0], tile):
+            queries = slice(begin, begin + tile)
+            found_NS = scores(q_NHD[queries], w_NH[queries], part_SD)[:, :num_tokens]
+            if last_N is not None:
+                found_NS = found_NS.masked_fill(positions_S > last_N[queries, None], float("-inf"))
+            _merge(best_NK[queries], found_NS, positions_S)
+
+
+def _merge(best_NK: torch.Tensor, scores_NS: torch.Tensor, positions_S: torch.Tensor) -> None:
+    """Keeps the best of the running best and new candidates, whose positions are above all that came before."""
+    positions_NS = positions_S.expand_as(scores_NS)
+    if scores_NS.device.type == "cpu":  # few candidates beat the worst of the best: rank those alone
+        worst = (best_NK.amin(-1, keepdim=True) >> 32).int()
+        worst = (worst ^ ((worst >> 31) & 0x7FFFFFFF)).view(torch.float32)
+        better = scores_NS > worst
+        counts = better.sum(-1)
+        most = int(counts.max())
+        if most == 0:
+            return
+        if 2 * most < scores_NS.shape[1]:
+            row, column = better.nonzero(as_tuple=True)
+            place = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
+            few = scores_NS.new_full((scores_NS.shape[0], most), float("-inf"))
+            few[row, place] = scores_NS[row, column]
+            where = positions_S.new_zeros(few.shape)
+            where[row, place] = positions_S[column]
+            scores_NS, positions_NS = few, where
+    candidates = torch.cat([best_NK, ranks(scores_NS, positions_NS)], -1)
+    best_NK.copy_(candidates.topk(best_NK.shape[1], -1, sorted=False).values)
