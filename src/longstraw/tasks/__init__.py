@@ -1,1 +1,1 @@
-"""Tasks that ship with the package: prompts and rewards, each in one file, usable as `longstraw.tasks.NAME:function`."""
+"""Tasks that ship with the package: prompts and rewards, usable as `longstraw.tasks.NAME:function`."""

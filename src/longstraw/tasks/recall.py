@@ -6,10 +6,10 @@ distinct within a prompt, and values are distinct too, so that an answer names i
 
 The vocabulary is split in contiguous ranges, so that ids read without a table:
 
-    0                              query marker
-    1 .. 32                        keys
-    33 .. 64                       values
-    65 .. 127                      filler
+    0           query marker
+    1 .. 16     keys
+    17 .. 32    values
+    33 .. 63    filler
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 QUERY_TOKEN = 0
-NUM_KEYS = 32
-NUM_VALUES = 32
-NUM_FILLERS = 63
+NUM_KEYS = 16
+NUM_VALUES = 16
+NUM_FILLERS = 31
 FIRST_KEY = 1
 FIRST_VALUE = FIRST_KEY + NUM_KEYS
 FIRST_FILLER = FIRST_VALUE + NUM_VALUES
@@ -40,7 +40,7 @@ def prompts(
     Args:
         num_rows: rows to make, at least 0.
         prompt_tokens: length of every prompt in tokens, query included; at least `2 * num_pairs + 2`.
-        num_pairs: key-value pairs in a prompt, 1 to 32.
+        num_pairs: key-value pairs in a prompt, 1 to 16.
         seed: a non-negative integer; the same arguments give the same rows.
 
     Returns:
@@ -74,7 +74,7 @@ def recall_body(
     Args:
         generator: source of randomness; advanced by the call.
         num_tokens: length of the body in tokens, at least `2 * num_pairs`.
-        num_pairs: pairs to place, 1 to 32.
+        num_pairs: pairs to place, 1 to 16.
 
     Returns:
         `(body, keys, values)`: int64 ids of shapes [num_tokens], [num_pairs], [num_pairs]; pairs in order of place.
@@ -82,8 +82,9 @@ def recall_body(
     Raises:
         ValueError: `num_pairs` out of range, or too few tokens for the pairs.
     """
-    if not 1 <= num_pairs <= min(NUM_KEYS, NUM_VALUES):
-        raise ValueError(f"num_pairs={num_pairs} is not in 1..{min(NUM_KEYS, NUM_VALUES)}: keys and values are distinct.")
+    most = min(NUM_KEYS, NUM_VALUES)
+    if not 1 <= num_pairs <= most:
+        raise ValueError(f"num_pairs={num_pairs} is not in 1..{most}: keys and values are distinct.")
     if num_tokens < 2 * num_pairs:
         raise ValueError(
             f"{num_tokens} tokens cannot hold {num_pairs} key-value pairs of two tokens each; "
