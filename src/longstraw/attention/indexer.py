@@ -5,8 +5,10 @@ scales of `transformers` belong to w). Higher scores come first, and of equal on
 common, as a relu's zeros are. Score and position make one integer, so no two candidates ever tie, and the choice is the
 same whatever the order or the pieces in which tokens are offered.
 
-One (query, token) pair has to score the same bits in every piece. Matrix products on CPU depend on a shape only where
-it is very small; tokens are padded to full tiles, and so are a lone query's heads.
+One (query, token) pair has to score the same bits in every piece, or what ties in one would not in another. Matrix
+products on CPU depend on a shape only where it is small, so tokens are padded to 512 and queries times heads to 64.
+Other devices may choose a kernel by the shape: there a choice between scores that differ by rounding alone may depend on
+how tokens are cut; scoring and its recomputation cut them alike.
 
 Shapes: B rows, T queries, N queries of all rows, S tokens, H index heads, D index head size, K chosen tokens.
 """
@@ -20,7 +22,8 @@ from longstraw.attention.paged import Prefix
 
 _CPU_TILE = (512, 1024)  # queries times heads, and the tokens that they are scored against at a time
 _GPU_TILE = (8192, 4096)
-_ALIGN = 64  # tokens a tile is padded to; also its least rows
+_TOKENS = 512  # a tile's tokens are a multiple
+_ROWS = 64  # and so many queries times heads at least
 _LOW = 0xFFFFFFFF  # the low word of a rank holds the position, counted downwards
 _FUTURE = -1 - (0x7F800000 << 32)  # the rank of no token: a score of -inf, below every finite one
 
@@ -60,13 +63,17 @@ def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefi
 
 
 def scores(q_NHD: torch.Tensor, w_NH: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
-    """[N, S] float32; S a multiple of 64."""
-    num_queries, num_heads, _ = q_NHD.shape
-    q_MD = q_NHD.flatten(0, 1)
-    short = max(0, _ALIGN - q_MD.shape[0])
-    products = (pad(q_MD, (0, 0, 0, short)) if short else q_MD) @ k_SD.to(torch.float32).T
-    products = products[: q_MD.shape[0]].relu_().view(num_queries, num_heads, -1)
-    return torch.bmm(w_NH[:, None], products)[:, 0]
+    """[N, S] float32."""
+    num_tokens = k_SD.shape[0]
+    k_SD = _at_least(k_SD.to(torch.float32), -(-num_tokens // _TOKENS) * _TOKENS)
+    products_MS = _at_least(q_NHD.flatten(0, 1), _ROWS) @ k_SD.T
+    products_NHS = products_MS[: q_NHD.shape[0] * q_NHD.shape[1]].relu_().unflatten(0, q_NHD.shape[:2])
+    return torch.bmm(w_NH[:, None], products_NHS)[:, 0, :num_tokens]
+
+
+def _at_least(x: torch.Tensor, num: int) -> torch.Tensor:
+    """Zero rows added up to `num`."""
+    return pad(x, (0, 0, 0, num - x.shape[0])) if x.shape[0] < num else x
 
 
 def ranks(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -86,16 +93,14 @@ def _offer(
 ) -> None:
     """Lets the tokens from position `start` on compete for the queries' best; `last_N`: the last that each may see."""
     tile_rows, chunk = _CPU_TILE if k_SD.device.type == "cpu" else _GPU_TILE
-    chunk = -(-max(chunk, 2 * best_NK.shape[1]) // _ALIGN) * _ALIGN
+    chunk = -(-max(chunk, 2 * best_NK.shape[1]) // _TOKENS) * _TOKENS
     tile = max(1, tile_rows // q_NHD.shape[1])
     for first in range(0, k_SD.shape[0], chunk):
         part_SD = k_SD[first : first + chunk]
-        num_tokens = part_SD.shape[0]
-        part_SD = pad(part_SD, (0, 0, 0, -num_tokens % _ALIGN))
-        positions_S = torch.arange(start + first, start + first + num_tokens, device=k_SD.device)
+        positions_S = torch.arange(start + first, start + first + part_SD.shape[0], device=k_SD.device)
         for begin in range(0, q_NHD.shape[0], tile):
             queries = slice(begin, begin + tile)
-            found_NS = scores(q_NHD[queries], w_NH[queries], part_SD)[:, :num_tokens]
+            found_NS = scores(q_NHD[queries], w_NH[queries], part_SD)
             if last_N is not None:
                 found_NS = found_NS.masked_fill(positions_S > last_N[queries, None], float("-inf"))
             _merge(best_NK[queries], found_NS, positions_S)

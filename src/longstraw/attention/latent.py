@@ -59,9 +59,8 @@ def decode(
     wide = torch.float64 if q_B1HD.dtype == torch.float64 else torch.float32
     rank = w_k_HDC.shape[2]
     latent_HBC = q_B1HD[:, 0].transpose(0, 1).to(wide) @ w_k_HDC.to(wide)
-    query_B1HE = torch.cat([latent_HBC.transpose(0, 1), q_rope_B1HR[:, 0].to(wide)], -1)[
-        :, None
-    ]  # one head of H queries
+    query_BHE = torch.cat([latent_HBC.transpose(0, 1), q_rope_B1HR[:, 0].to(wide)], -1)
+    query_B1HE = query_BHE[:, None]  # H queries of one head
     merged = Merge(*_absorbed(query_B1HE, live_BSE, scale, rank))
     for page, (tokens_RSE,) in prefix.store.stream(prefix.pages):
         if page.rows == query_B1HE.shape[0]:
@@ -122,8 +121,8 @@ class _LatentAttention(torch.autograd.Function):
             k, v = expansion.expand(tokens)
             grad_k, grad_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
             for part, causal in parts:
-                inputs = [x[:, :, part] for x in (grad, query, out, lse)]
-                found_q, found_k, found_v = _part_backward(*inputs, k, v, ctx.scale, causal)
+                inputs = [x[:, :, part] for x in (grad, query, out, lse[..., None])]
+                found_q, found_k, found_v = _part_backward(inputs, k, v, ctx.scale, causal)
                 grad_query[:, :, part] += found_q
                 grad_k += found_k
                 grad_v += found_v
@@ -213,19 +212,11 @@ def _part_forward(
 
 
 def _part_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    causal: bool,
+    inputs: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = q.shape[0]
-    inputs = [grad, q, out, lse[..., None]]
-    if k.shape[0] != rows:
-        inputs = [fold_rows(x) for x in inputs]
-    grad, q, out, lse = (x.contiguous() for x in inputs)
+    """See `kernels.part_backward`; `inputs` are the gradient, queries, output and log-sum-exp, [B, H, T, ...] each."""
+    rows = inputs[0].shape[0]
+    shared = k.shape[0] != rows
+    grad, q, out, lse = ((fold_rows(x) if shared else x).contiguous() for x in inputs)
     grad_q, grad_k, grad_v = kernels.part_backward(grad, q, k, v, out, lse[..., 0], scale, causal)
-    return (grad_q if k.shape[0] == rows else unfold_rows(grad_q, rows)), grad_k, grad_v
+    return (unfold_rows(grad_q, rows) if shared else grad_q), grad_k, grad_v
