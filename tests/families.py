@@ -52,6 +52,7 @@ _RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_image": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _DELTA),
 }
 FAMILIES = list(_RECIPES)
+DENSE_AND_HYBRID = FAMILIES[: FAMILIES.index("qwen3_5_image") + 1]
 WITH_RECURRENCE = [name for name, recipe in _RECIPES.items() if "linear_key_head_dim" in recipe[2]]
 
 

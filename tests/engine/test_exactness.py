@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from families import FAMILIES, build
+from families import DENSE_AND_HYBRID, build
 from group import Group, engine_step, group
 from peft import LoraConfig, get_peft_model
 
@@ -30,7 +30,7 @@ def assert_exact(model: Any, what: Group, prompt_grad: Any = "full", tolerance: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_AND_HYBRID)
 def test_family(family: str, mode: Any) -> None:
     """75 prompt tokens in pieces of 17 (windows are 11 or 13), one response of two blocks, two that share a block."""
     assert_exact(build(family), group(), mode)

@@ -28,9 +28,9 @@ def prompt_grad(value: Any) -> PromptGrad:
     )
 
 
-def positive(name: str, value: Any) -> int:
+def positive(name: str, value: Any, unit: str = "tokens") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} has to be a positive whole number of tokens")
+        raise ValueError(f"{name}={value!r} has to be a positive whole number of {unit}")
     return value
 
 
@@ -46,7 +46,13 @@ def token_ids(what: str, ids: Any, vocab_size: int) -> torch.Tensor:
     Raises:
         ValueError: not one-dimensional, not whole numbers, or outside the vocabulary.
     """
-    tensor = torch.as_tensor(ids).detach().cpu()
+    try:
+        tensor = torch.as_tensor(ids).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{what} is a {type(ids).__name__} that makes no tensor ({error}): pass one-dimensional token ids, such as "
+            "tokenizer(text).input_ids"
+        ) from error
     if tensor.numel() == 0:
         tensor = tensor.long()
     if tensor.dim() != 1:

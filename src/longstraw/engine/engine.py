@@ -83,7 +83,7 @@ class Engine:
         self.tier = Tier(tier)
         self.mesh = DataMesh(mesh)
         self.page_dir = page_dir
-        self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes))
+        self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes, "bytes"))
         self.meter = Meter(self.host.device)
         self._progress = progress or (lambda phase, done, total: None)
 
@@ -246,7 +246,10 @@ class Engine:
                 "objective returned a value without a gradient: compute it from the log-probabilities it is given, "
                 "without .detach(), .item() or torch.no_grad()"
             )
-        found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+        with torch.enable_grad():  # the caller may be under torch.no_grad
+            found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+        if all(g is None for g in found):
+            raise ValueError("objective returned a value that depends on none of the log-probabilities it was given")
         cotangents = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found)]
         loss = loss.detach().reshape(())
         if not torch.isfinite(loss) or not all(torch.isfinite(c).all() for c in cotangents):

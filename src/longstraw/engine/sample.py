@@ -136,7 +136,7 @@ def draw(
         least = logits.topk(how.top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     if how.top_p < 1:
-        ordered, places = logits.sort(-1, descending=True, stable=True)
+        ordered, places = logits.sort(stable=True, dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
         cut = probabilities.cumsum(-1) - probabilities >= how.top_p  # the likeliest always stays
         logits = logits.masked_fill(torch.zeros_like(cut).scatter(1, places, cut), float("-inf"))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import torch
 
 _PREFIX = "longstraw-pages-"
 _LOCK = "lock"
-_LIVE: weakref.WeakSet[DiskFolder] = weakref.WeakSet()
 
 
 class DiskFolder:
@@ -31,15 +32,16 @@ class DiskFolder:
         try:
             root.mkdir(parents=True, exist_ok=True)
             remove_leftovers(root)
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            self._lock = open(self.path / _LOCK, "w")  # noqa: SIM115  (held open on purpose: the lock is the life sign)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            hidden = Path(tempfile.mkdtemp(prefix="." + _PREFIX, dir=root))  # until it is locked nobody may find it
+            lock = open(hidden / _LOCK, "w")  # noqa: SIM115  (held open on purpose: the lock is the life sign)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.path = hidden.rename(root / hidden.name.removeprefix("."))
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot keep pages in {root}: {error.strerror}; choose another directory with page_dir"
             ) from error
         self._next = 0
-        _LIVE.add(self)
+        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def new_file(self, tensors: tuple[torch.Tensor, ...]) -> DiskFile:
         """A file that holds these tensors; none is left if that fails."""
@@ -53,14 +55,14 @@ class DiskFolder:
         return file
 
     def close(self) -> None:
-        """Removes the directory and everything in it; safe to call again."""
-        if not self._lock.closed:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.close()
+        """Removes the directory and everything in it; safe to call again. Forgetting the folder does the same."""
+        self._remove()
 
 
 class DiskFile:
     """Tensors of one page in one file, written and read with explicit I/O so that a failure is an exception.
+
+    The file is open only while it is read or written: pages are more than a process may have open.
 
     Raises:
         OSError: no room, or a failed read or write; the message names the directory and the bytes wanted.
@@ -70,53 +72,59 @@ class DiskFile:
         self.path = path
         self._layout: list[tuple[torch.dtype, torch.Size, int]] = []
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise self._explained(error, nbytes, "create") from error
-        try:
-            if nbytes:
-                os.posix_fallocate(self._descriptor, 0, nbytes)
+            with self._opened(os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+                if nbytes:
+                    os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             self.close()
             raise self._explained(error, nbytes, "reserve") from error
 
     def write(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._layout = []
+        layout: list[tuple[torch.dtype, torch.Size, int]] = []
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
         offset = 0
-        for tensor in tensors:
-            flat = tensor.detach().to("cpu").contiguous()
-            self._layout.append((flat.dtype, flat.shape, offset))
-            data = memoryview(flat.view(-1).view(torch.uint8).numpy())
-            try:
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(self._descriptor, data[done:], offset + done)
-            except OSError as error:
-                raise self._explained(error, len(data), "write") from error
-            offset += len(data)
+        try:
+            with self._opened(os.O_WRONLY) as descriptor:
+                for tensor in tensors:
+                    flat = tensor.detach().to("cpu").contiguous()
+                    layout.append((flat.dtype, flat.shape, offset))
+                    data = memoryview(flat.view(-1).view(torch.uint8).numpy())
+                    done = 0
+                    while done < len(data):
+                        done += os.pwrite(descriptor, data[done:], offset + done)
+                    offset += len(data)
+        except OSError as error:
+            raise self._explained(error, nbytes, "write") from error
+        self._layout = layout
 
     def read(self, *, pin: bool = False) -> tuple[torch.Tensor, ...]:
-        tensors = []
-        for dtype, shape, offset in self._layout:
-            tensor = torch.empty(shape, dtype=dtype, pin_memory=pin)
-            data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-            done = 0
-            try:
-                while done < len(data):
-                    count = os.preadv(self._descriptor, [data[done:]], offset + done)
-                    if count == 0:
-                        raise OSError(5, "the file ends early")
-                    done += count
-            except OSError as error:
-                raise self._explained(error, len(data), "read") from error
-            tensors.append(tensor)
+        tensors = [torch.empty(shape, dtype=dtype, pin_memory=pin) for dtype, shape, _ in self._layout]
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        try:
+            with self._opened(os.O_RDONLY) as descriptor:
+                for tensor, (_, _, offset) in zip(tensors, self._layout):
+                    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                    done = 0
+                    while done < len(data):
+                        count = os.preadv(descriptor, [data[done:]], offset + done)
+                        if count == 0:
+                            raise OSError(errno.EIO, "the file ends early")
+                        done += count
+        except OSError as error:
+            raise self._explained(error, nbytes, "read") from error
         return tuple(tensors)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
-        with contextlib.suppress(OSError):
             os.unlink(self.path)
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int) -> Iterator[int]:
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _explained(self, error: OSError, nbytes: int, verb: str) -> OSError:
         return OSError(
@@ -140,7 +148,7 @@ def remove_leftovers(root: Path) -> list[Path]:
     return removed
 
 
-@atexit.register
-def _close_all() -> None:
-    for folder in list(_LIVE):
-        folder.close()
+def _remove(path: Path, lock: IO[str], owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork of it, which ends while the owner still reads
+        shutil.rmtree(path, ignore_errors=True)
+        lock.close()

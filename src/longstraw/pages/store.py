@@ -109,24 +109,28 @@ class PageStore:
         if found is None:
             return None
         record, held = found
-        tensors = self._bring(held)
-        if isinstance(held, Block):  # its memory goes back at once
-            tensors = tuple(t.clone() for t in tensors)
-        self._drop(record, held)
+        try:
+            tensors = self._bring(held)
+            if isinstance(held, Block):  # its memory goes back at once
+                tensors = tuple(t.clone() for t in tensors)
+        finally:
+            self._drop(record, held)
         return tensors
 
-    def drop_cotangents(self) -> None:
-        """Forgets every cotangent, as after a step that failed."""
-        for record, held in self._cotangents.values():
-            self._drop(record, held)
-        self._cotangents.clear()
-
-    def free(self, page: Page) -> None:
-        """Forgets a page with its cotangent."""
+    def drop_cotangent(self, page: Page) -> None:
+        """Forgets what reached the page, unread, as after a step that failed."""
         found = self._cotangents.pop(page.number, None)
         if found is not None:
             self._drop(*found)
-        self._drop(page, self._held.pop(page.number))
+
+    def free(self, page: Page) -> None:
+        """Forgets a page with its cotangent.
+
+        Raises:
+            RuntimeError: it was already freed.
+        """
+        self.drop_cotangent(page)
+        self._drop(page, self._held.pop(page.number, None))
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes by kind and tier."""
@@ -134,15 +138,13 @@ class PageStore:
 
     def close(self) -> None:
         """Frees everything and removes the files."""
-        self._cotangents.clear()
-        for held in self._held.values():
-            if isinstance(held, DiskFile):
-                held.close()
-        self._held.clear()
-        self._arena = Arena()
         if self._reader is not None:
             self._reader.shutdown()
             self._reader = None
+        self._held.clear()
+        self._cotangents.clear()
+        self.table = PageTable()
+        self._arena = Arena()
         if self._folder is not None:
             self._folder.close()
             self._folder = None
@@ -178,7 +180,7 @@ class PageStore:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="longstraw-pages")
         return self._reader.submit(self.fetch, page)
 
-    def _drop(self, page: Page, held: Held) -> None:
+    def _drop(self, page: Page, held: Held | None) -> None:
         self.table.remove(page)
         if isinstance(held, DiskFile):
             held.close()

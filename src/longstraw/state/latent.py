@@ -75,7 +75,7 @@ class LatentChain(LayerChain):
 
     def drop_cotangents(self) -> None:
         for page in self.pages:
-            self.store.take_cotangent(page)
+            self.store.drop_cotangent(page)
 
     def _constant(self, index: int) -> int:
         return self._num_constant + min(self.first_live, index)

@@ -63,7 +63,7 @@ class PagedChain(LayerChain):
 
     def drop_cotangents(self) -> None:
         for page in self.pages:
-            self.store.take_cotangent(page)
+            self.store.drop_cotangent(page)
 
     def _prefix(self, index: int) -> paged.Prefix:
         constant = self._num_constant + min(self.first_live, index)
