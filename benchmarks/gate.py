@@ -1,0 +1,24 @@
+"""The correctness gate: how far a gradient is from conventional autograd's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# float32, long sums in another order. A wrong gradient of these models is off by 1e-2 or more.
+ALLOWED = 2e-5
+
+
+def relative_error(gradient: Path, reference: Path) -> float:
+    """||a - b|| / ||b|| over all parameters together; a parameter that one side lacks counts as zero there."""
+    import torch
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(gradient), load_file(reference)
+    like = {**ours, **theirs}
+    difference = reference_norm = 0.0
+    for name, tensor in like.items():
+        zero = torch.zeros_like(tensor)
+        a, b = ours.get(name, zero).double(), theirs.get(name, zero).double()
+        difference += float((a - b).square().sum())
+        reference_norm += float(b.square().sum())
+    return (difference / reference_norm) ** 0.5

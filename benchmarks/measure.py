@@ -1,0 +1,89 @@
+"""One method, measured in a process of its own: `python -m benchmarks.measure SPEC.json` prints one JSON row."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to measure.
+
+    Attributes:
+        method: a name in `methods.METHODS`.
+        workload: model and data.
+        options: keyword arguments of the method.
+        gradient: where to leave the gradient of the measured step (safetensors); None keeps none.
+    """
+
+    method: str
+    workload: Workload
+    options: dict[str, Any] = field(default_factory=dict)
+    gradient: Path | None = None
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Seconds, peak private bytes above the built model, and both by phase, from a fresh process.
+
+    Raises:
+        RuntimeError: the process failed; its last words are in the message.
+    """
+    request = {
+        "method": spec.method,
+        "workload": spec.workload.as_dict(),
+        "options": spec.options,
+        "gradient": str(spec.gradient) if spec.gradient else None,
+    }
+    with tempfile.TemporaryDirectory(prefix="longstraw-benchmark-") as folder:
+        path, result = Path(folder, "spec.json"), Path(folder, "row.json")
+        path.write_text(json.dumps(request | {"result": str(result)}))
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.measure", str(path)], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode or not result.exists():
+            raise RuntimeError(f"{spec.method} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        return json.loads(result.read_text())
+
+
+def _child(path: str) -> None:
+    request = json.loads(Path(path).read_text())
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+    import torch
+
+    from benchmarks.memory import Watcher
+    from benchmarks.methods import METHODS
+
+    workload = Workload(**request["workload"])
+    model, group = workload.model(), workload.data()
+    step = METHODS[request["method"]](model, **request["options"])
+    step(group.head(64, 2, 16), Watcher())  # loads kernels and starts threads
+    model.zero_grad(set_to_none=True)
+    with Watcher() as watcher:
+        step(group, watcher)
+    if request["gradient"]:
+        from safetensors.torch import save_file
+
+        save_file({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, request["gradient"])
+    row = {
+        "seconds": watcher.seconds,
+        "peak_bytes": watcher.peak_bytes,
+        "phases": {name: vars(cost) for name, cost in watcher.phases.items()},
+        "threads": torch.get_num_threads(),
+    }
+    Path(request["result"]).write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1])

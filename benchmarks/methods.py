@@ -1,0 +1,143 @@
+"""Ways to take the same gradient step. Each is prepared on a model, and then adds the group's gradient to `.grad`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+from benchmarks.memory import Watcher
+from benchmarks.workload import CLIP, Group
+
+Step = Callable[[Group, Watcher], None]
+
+
+def conventional(model: Any) -> Step:
+    """Stock transformers with gradient checkpointing, one response at a time, only the response's logits."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()  # checkpointing is off in evaluation mode; these models have no dropout
+
+    def step(group: Group, watcher: Watcher) -> None:
+        watcher.enter("step")
+        for index, response in enumerate(group.responses):
+            ids = torch.cat([group.prompt, response])[None, :-1]
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=response.numel()).logits[0]
+            group.loss(index, token_logps(logits, response)).backward()
+
+    return step
+
+
+def constant_prompt(model: Any) -> Step:
+    """What `prompt_grad="none"` has to agree with: stock transformers, the prompt's cached state being a constant."""
+
+    def step(group: Group, watcher: Watcher) -> None:
+        watcher.enter("step")
+        captured = group.prompt.numel() - 1
+        trunk = _new_cache(model.config)
+        with torch.no_grad():
+            if captured:
+                model(input_ids=group.prompt[None, :captured], cache=trunk, use_cache=True, logits_to_keep=1)
+        for index, response in enumerate(group.responses):
+            ids = torch.cat([group.prompt[-1:], response[:-1]])[None]
+            positions = torch.arange(captured, captured + ids.shape[1])[None]
+            logits = model(input_ids=ids, position_ids=positions, cache=_branch(trunk), use_cache=True).logits[0]
+            group.loss(index, token_logps(logits, response)).backward()
+
+    return step
+
+
+def longstraw(model: Any, **options: Any) -> Step:
+    """The engine with these options: capture, score, replay and, for `prompt_grad="full"`, sweep."""
+    from longstraw import Engine
+    from longstraw.objective import Normalizer, PolicyLoss
+
+    policy_loss = PolicyLoss(loss_type="dapo", epsilon=CLIP)
+
+    def step(group: Group, watcher: Watcher) -> None:
+        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+            normalizer = Normalizer(len(logps), group.num_tokens)
+            loss, _ = policy_loss(logps, group.advantages, normalizer, old_logps=group.old_logps)
+            watcher.enter("replay")
+            return loss
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase == "replay" and done == total and engine.prompt_grad != "none":
+                watcher.enter("sweep")
+
+        engine = Engine(model, progress=progress, **options)
+        watcher.enter("capture")
+        with engine.capture(group.prompt) as state:
+            watcher.enter("score")
+            engine.backward(state, group.responses, objective)
+
+    return step
+
+
+def packed(model: Any) -> Step:
+    """One graph over the prompt with all responses behind it, nothing recomputed: see `shared_prefix`."""
+    from benchmarks.shared_prefix import packed as make
+
+    return make(model)
+
+
+def prefix_grouper(model: Any) -> Step:
+    """The PrefixGrouper package: see `shared_prefix`."""
+    from benchmarks.shared_prefix import prefix_grouper as make
+
+    return make(model)
+
+
+def trl(model: Any) -> Step:
+    """TRL's GRPOTrainer: see `trl_step`."""
+    from benchmarks.trl_step import trl as make
+
+    return make(model)
+
+
+METHODS: dict[str, Callable[..., Step]] = {
+    make.__name__: make for make in (conventional, constant_prompt, longstraw, packed, prefix_grouper, trl)
+}
+
+
+def retains_graphs() -> bool:
+    """Whether this version of the engine can keep graphs from capture to sweep."""
+    from longstraw import Engine
+
+    return "retain_graph_bytes" in inspect.signature(Engine).parameters
+
+
+def token_logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits)[target], [R], of logits [R, V]."""
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+class _Recurrent(LinearAttentionLayer):
+    """Assigns its states, where the stock layer writes into them: the trunk's stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_past = True
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+def _new_cache(config: Any) -> Cache:
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return Cache(layers=[_Recurrent() if kind == "linear_attention" else DynamicLayer() for kind in kinds])
+
+
+def _branch(trunk: Cache) -> Cache:
+    layers = [copy.copy(layer) for layer in trunk.layers]
+    for layer in layers:
+        if isinstance(layer, _Recurrent):
+            for name in ("conv_states", "recurrent_states", "has_previous_state"):
+                setattr(layer, name, dict(getattr(layer, name)))
+            if layer.conv_kernel_size[0] is not None:
+                layer.crop(0)
+    return Cache(layers=layers)
