@@ -26,6 +26,7 @@ _DENSE: dict[str, Any] = dict(
     eos_token_id=None,
 )
 _SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+_SOURCES += ["glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"]
 _DELTA = dict(
     head_dim=16,
     linear_key_head_dim=8,
@@ -35,6 +36,22 @@ _DELTA = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
 )
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+_LATENT = dict(
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_group=2,
+    topk_group=1,
+    kv_lora_rank=12,
+    q_lora_rank=20,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=6,
+    v_head_dim=10,
+    first_k_dense_replace=1,
+)
+_SPARSE = _LATENT | dict(index_topk=9, index_head_dim=16, index_n_heads=16)  # topk far below the prompt; no ties
+_YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=512, mscale_all_dim=1.0)
 
 _RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -50,6 +67,20 @@ _RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _DELTA | _EXPERTS),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _DELTA | _EXPERTS),
     "qwen3_5_image": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _DELTA),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        _SPARSE | dict(num_hidden_layers=5, indexer_types=["full", "full", "shared", "shared", "full"]),
+    ),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _SPARSE),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT | dict(rope_parameters=_YARN)),
+    "deepseek_v3_halves": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        _LATENT | dict(rope_interleave=False, q_lora_rank=None),
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _LATENT),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", _LATENT),
 }
 FAMILIES = list(_RECIPES)
 DENSE_AND_HYBRID = FAMILIES[: FAMILIES.index("qwen3_5_image") + 1]
@@ -68,9 +99,9 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **chan
         config = getattr(transformers, config_name)(**options)
     model = getattr(transformers, model_name)(config).eval()
     for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):  # zero at birth: every expert would tie
+        if type(module).__name__.lower().endswith("topkrouter"):  # zero at birth: every expert would tie
             torch.nn.init.normal_(module.weight, std=0.5)
-    if dtype == torch.float64 and hasattr(config, "num_experts"):
+    if dtype == torch.float64 and (hasattr(config, "num_experts") or hasattr(config, "n_routed_experts")):
         model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     return model.to(dtype)
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-_LEFT_BEHIND = ("k_proj", "k_norm", "v_proj", "in_proj_qkv", "in_proj_qkvz")
+_LEFT_BEHIND = ("k_proj", "k_norm", "v_proj", "in_proj_qkv", "in_proj_qkvz", "kv_a_proj_with_mqa", "kv_a_layernorm")
 
 
 def response_logps(
