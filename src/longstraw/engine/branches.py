@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from longstraw.engine.graphs import PieceGraph
 from longstraw.engine.host import ModelHost
-from longstraw.engine.pullback import Targets, pull_back
+from longstraw.engine.pullback import Targets, build, pull_back
 from longstraw.objective import logprobs
+from longstraw.state.chain import Chain
 from longstraw.state.resident import ResidentState
 
 
@@ -72,6 +74,14 @@ def _bundle(
     return Bundle(members, inputs.to(device), targets.to(device), lengths, blocks)
 
 
+@dataclass
+class KeptBranch:
+    """A one-block bundle that was scored with its graph."""
+
+    chain: Chain
+    graph: PieceGraph
+
+
 @torch.no_grad()
 def score(host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int) -> torch.Tensor:
     """Log-probabilities [B, T] of a bundle's targets, block by block, without a graph."""
@@ -82,14 +92,23 @@ def score(host: ModelHost, state: ResidentState, bundle: Bundle, temperature: fl
             cache = branch.enter(index)
             hidden_BTE = host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
             assert hidden_BTE is not None
-            targets_BT = bundle.targets_BT[:, block]
-            logps = logprobs.score(host.head, hidden_BTE.flatten(0, 1), targets_BT.flatten(), temperature, chunk)
-            parts.append(logps.view(targets_BT.shape))
+            parts.append(_logps(host, hidden_BTE, bundle.targets_BT[:, block], temperature, chunk))
             if index + 1 < len(bundle.blocks):
-                branch.commit(cache, targets_BT.shape[1])
+                branch.commit(cache, block.stop - block.start)
     finally:
         branch.truncate(0)
     return torch.cat(parts, 1)
+
+
+def score_with_graph(
+    host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int
+) -> tuple[torch.Tensor, KeptBranch]:
+    """As `score`, for a bundle of one block, with the graph that `replay` can start from."""
+    branch = state.chain.fork(len(bundle.members))
+    graph = build(host, branch, 0, bundle.inputs_BT, output_read=True)
+    assert graph.hidden_BTE is not None
+    logps_BT = _logps(host, graph.hidden_BTE.detach(), bundle.targets_BT, temperature, chunk)
+    return logps_BT, KeptBranch(branch, graph)
 
 
 def replay(
@@ -99,9 +118,10 @@ def replay(
     cotangents_BT: torch.Tensor,
     temperature: float,
     chunk: int,
+    kept: KeptBranch | None = None,
 ) -> None:
     """Pulls a bundle's token cotangents back, last block first; what reaches the prompt's state is left there."""
-    branch = state.chain.fork(len(bundle.members))
+    branch = kept.chain if kept else state.chain.fork(len(bundle.members))
     try:
         with torch.no_grad():
             for index, block in enumerate(bundle.blocks[:-1]):
@@ -111,7 +131,16 @@ def replay(
         for index in reversed(range(len(bundle.blocks))):
             block = bundle.blocks[index]
             targets = Targets(bundle.targets_BT[:, block], cotangents_BT[:, block], temperature, chunk)
-            pull_back(host, branch, index, bundle.inputs_BT[:, block], targets)
+            graph = kept.graph if kept else None
+            pull_back(host, branch, index, bundle.inputs_BT[:, block], targets, graph)
             branch.truncate(index)
     finally:
         branch.truncate(0)
+
+
+@torch.no_grad()
+def _logps(
+    host: ModelHost, hidden_BTE: torch.Tensor, targets_BT: torch.Tensor, temperature: float, chunk: int
+) -> torch.Tensor:
+    logps_N = logprobs.score(host.head, hidden_BTE.flatten(0, 1), targets_BT.flatten(), temperature, chunk)
+    return logps_N.view(targets_BT.shape)

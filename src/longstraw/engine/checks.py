@@ -34,6 +34,12 @@ def positive(name: str, value: Any, unit: str = "tokens") -> int:
     return value
 
 
+def not_negative(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}={value!r} has to be a whole number of bytes, 0 or more")
+    return value
+
+
 def temperature(value: float) -> float:
     if not value > 0:
         raise ValueError(f"temperature={value!r} has to be positive: it divides the logits")

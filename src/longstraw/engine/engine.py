@@ -11,9 +11,10 @@ import torch
 
 from longstraw.engine import branches, checks
 from longstraw.engine.gradients import GradientTransaction
+from longstraw.engine.graphs import SegmentGraphs, saved_bytes
 from longstraw.engine.host import ModelHost
 from longstraw.engine.meter import Meter, Phase
-from longstraw.engine.pullback import pull_back
+from longstraw.engine.pullback import build, pull_back
 from longstraw.engine.sample import Draft, Sampling, sample
 from longstraw.objective.logprobs import tokens_a_chunk
 from longstraw.pages import PageStore, Tier
@@ -55,6 +56,11 @@ class Engine:
         mesh: a DeviceMesh with an axis "data"; `reduce_gradients` sums over it.
         page_dir: parent of the disk tier's private directory; None is the system's temporary directory.
         head_bytes: bound on the logits that exist at a time, in float32.
+        checkpoint_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
+        retain_graph_bytes: so much memory for graphs of the prompt's last segments and of scored responses, which need
+            no recomputation then. Results are the same with any value.
+        checkpoint_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
+            where it does not hold them all, some are recomputed. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
 
     Raises:
@@ -72,9 +78,12 @@ class Engine:
         *,
         page_dir: str | os.PathLike[str] | None = None,
         head_bytes: int = 64 << 20,
+        checkpoint_layers: bool = False,
+        retain_graph_bytes: int = 0,
+        checkpoint_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.host = ModelHost(model)
+        self.host = ModelHost(model, checkpoint_layers)
         self.prompt_grad = checks.prompt_grad(prompt_grad)
         self.segment_tokens = checks.positive("segment_tokens", segment_tokens)
         self.block_tokens = checks.positive("block_tokens", block_tokens)
@@ -84,6 +93,10 @@ class Engine:
         self.mesh = DataMesh(mesh)
         self.page_dir = page_dir
         self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes, "bytes"))
+        self.retain_graph_bytes = checks.not_negative("retain_graph_bytes", retain_graph_bytes)
+        self.checkpoint_bytes = checkpoint_bytes
+        if checkpoint_bytes is not None:
+            checks.not_negative("checkpoint_bytes", checkpoint_bytes)
         self.meter = Meter(self.host.device)
         self._progress = progress or (lambda phase, done, total: None)
 
@@ -105,13 +118,23 @@ class Engine:
         segments, first_live = self._segments(captured)
         store = PageStore(self.host.device, self.tier, self.page_dir)
         chain = self.host.new_chain(store, first_live)
-        state = ResidentState(ids, chain, store, first_live)
+        state = ResidentState(ids, chain, store, first_live, self.host.parameter_version())
+        state.graphs = graphs = SegmentGraphs(self.retain_graph_bytes, first_live, len(segments))
         try:
             with self.meter.phase("capture"), self.host.running():
-                for segment in segments:
-                    cache = chain.enter(chain.num_pieces, output_read=False)
-                    self.host.forward(self._piece_ids(state, segment), segment.start, cache)
+                for index, segment in enumerate(segments):
+                    piece_ids = self._piece_ids(state, segment)
+                    if graphs.builds(index):
+                        with saved_bytes(list(self.host.model.parameters())) as saved:
+                            graph = build(self.host, chain, index, piece_ids, output_read=False)
+                        graphs.built(index, graph, saved.nbytes)
+                        cache = graph.cache
+                    else:
+                        cache = chain.enter(index, output_read=False)
+                        self.host.forward(piece_ids, segment.start, cache)
                     chain.commit(cache, segment.stop - segment.start)
+                    if index == 0 and chain.carried and first_live < len(segments):
+                        state.checkpoint_stride = self._thin_out(chain, len(segments) - first_live)
                     self._progress("capture", segment.stop, captured)
         except BaseException:
             state.release()
@@ -123,7 +146,7 @@ class Engine:
         temperature = checks.temperature(temperature)
         bundles, ids = self._bundles(state, responses)
         with self.meter.phase("score"), self.host.running():
-            return self._score(state, bundles, ids, temperature)
+            return self._score(state, bundles, ids, temperature, 0)[0]
 
     def sample(
         self,
@@ -181,15 +204,19 @@ class Engine:
         chain = state.chain
         try:
             with self.host.running(), GradientTransaction(parameters):
+                if state.parameter_version != self.host.parameter_version():
+                    state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
                 with self.meter.phase("score"):
-                    logps = self._score(state, bundles, ids, temperature)
+                    logps, kept = self._score(state, bundles, ids, temperature, state.graphs.left)
                 loss, cotangents = self._evaluate(state, objective, logps)
                 with self.meter.phase("replay"):
-                    self._replay(state, bundles, cotangents, temperature)
+                    self._replay(state, bundles, cotangents, temperature, kept)
                 with self.meter.phase("sweep"):
                     self._sweep(state)
         except BaseException:
             chain.drop_cotangents()
+            for index in range(chain.num_pieces):
+                chain.forget_start(index)
             raise
         return Outcome(loss, logps, cotangents, dict(self.meter.phases))
 
@@ -222,15 +249,29 @@ class Engine:
         return branches.pack(int(state.prompt_ids[-1]), ids, self.block_tokens, self.host.device), ids
 
     def _score(
-        self, state: ResidentState, bundles: list[branches.Bundle], ids: list[torch.Tensor], temperature: float
-    ) -> list[torch.Tensor]:
+        self,
+        state: ResidentState,
+        bundles: list[branches.Bundle],
+        ids: list[torch.Tensor],
+        temperature: float,
+        graph_bytes: int,
+    ) -> tuple[list[torch.Tensor], dict[int, branches.KeptBranch]]:
         wide = torch.float64 if next(self.host.head.parameters()).dtype == torch.float64 else torch.float32
         logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
-        for bundle in bundles:
-            scored_BT = branches.score(self.host, state, bundle, temperature, self.chunk)
+        kept: dict[int, branches.KeptBranch] = {}
+        for place, bundle in enumerate(bundles):
+            if graph_bytes > 0 and len(bundle.blocks) == 1:
+                with saved_bytes(list(self.host.model.parameters())) as saved:
+                    scored_BT, branch = branches.score_with_graph(self.host, state, bundle, temperature, self.chunk)
+                graph_bytes -= saved.nbytes
+                if graph_bytes >= 0:
+                    kept[place] = branch
+                del branch
+            else:
+                scored_BT = branches.score(self.host, state, bundle, temperature, self.chunk)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 logps[member] = scored_BT[row, :num_tokens].to(wide)
-        return logps
+        return logps, kept
 
     def _evaluate(
         self, state: ResidentState, objective: Objective, logps: list[torch.Tensor]
@@ -267,15 +308,17 @@ class Engine:
         bundles: list[branches.Bundle],
         cotangents: list[torch.Tensor],
         temperature: float,
+        kept: dict[int, branches.KeptBranch],
     ) -> None:
         total = sum(sum(bundle.lengths) for bundle in bundles)
         done = 0
-        for bundle in bundles:
+        for place, bundle in enumerate(bundles):
+            branch = kept.pop(place, None)
             padded_BT = torch.zeros(bundle.targets_BT.shape, dtype=cotangents[0].dtype, device=self.host.device)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 padded_BT[row, :num_tokens] = cotangents[member]
             if padded_BT.any():
-                branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk)
+                branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk, branch)
             done += sum(bundle.lengths)
             self._progress("replay", done, total)
 
@@ -283,8 +326,27 @@ class Engine:
         chain: Chain = state.chain
         for index in reversed(range(state.first_live, chain.num_pieces)):
             segment = slice(chain.starts[index], chain.starts[index + 1])
-            pull_back(self.host, chain, index, self._piece_ids(state, segment))
+            graph = state.graphs.take(index)
+            if graph is None:
+                self._restore_start(state, index)
+            pull_back(self.host, chain, index, self._piece_ids(state, segment), kept=graph)
+            chain.forget_start(index)
             self._progress("sweep", chain.stop - segment.start, chain.stop - chain.starts[state.first_live])
+
+    @torch.no_grad()
+    def _restore_start(self, state: ResidentState, index: int) -> None:
+        """Has the state before segment `index` at hand, recomputed from the nearest that was kept."""
+        chain = state.chain
+        for before in range(chain.nearest_start(index), index):
+            cache = chain.enter(before, output_read=False)
+            segment = slice(chain.starts[before], chain.starts[before + 1])
+            self.host.forward(self._piece_ids(state, segment), segment.start, cache)
+            chain.restore(before, cache)
+
+    def _thin_out(self, chain: Chain, num_pieces: int) -> int:
+        if self.checkpoint_bytes is None:
+            return 1
+        return chain.thin_out(self.checkpoint_bytes, num_pieces)
 
     def _piece_ids(self, state: ResidentState, segment: slice) -> torch.Tensor:
         return state.prompt_ids[None, segment].to(self.host.device)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.cache_utils import Cache
 
+from longstraw.engine.checkpointing import checkpointed_layers
 from longstraw.models import family_of
 from longstraw.pages import PageStore
 from longstraw.state.chain import Chain
@@ -20,12 +21,17 @@ from longstraw.state.layer import PieceComplete
 class ModelHost:
     """A causal LM, PEFT-wrapped or not, split into backbone and head.
 
+    Args:
+        model: the causal LM.
+        checkpoint_layers: see `checkpointing`.
+
     Raises:
         ValueError: no adapter serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, checkpoint_layers: bool = False) -> None:
         self.model = model
+        self.checkpoint_layers = checkpoint_layers
         causal_lm = model
         if hasattr(model, "peft_config"):
             kinds = {config.peft_type for config in model.peft_config.values() if config.is_prompt_learning}
@@ -40,7 +46,18 @@ class ModelHost:
             raise ValueError(f"a transformers causal LM is needed, got {type(causal_lm).__name__}")
         text_config = causal_lm.config.get_text_config()
         self.family = family_of(text_config.model_type)
-        self.backbone, self.head = self.family.parts(causal_lm)
+        try:
+            self.backbone, self.head = self.family.parts(causal_lm)
+        except AttributeError as error:
+            raise ValueError(
+                f"a transformers causal LM is needed, got {type(causal_lm).__name__} ({error}): load the model with "
+                "AutoModelForCausalLM"
+            ) from error
+        if self.backbone.config.model_type != text_config.model_type:  # its text model would keep its own attention
+            raise ValueError(
+                f"no adapter serves the {text_config.model_type} text model inside {type(causal_lm).__name__}: load "
+                "the text model alone with AutoModelForCausalLM, or add its layout in longstraw/models"
+            )
         self.config = text_config
         self.kinds = self.family.layer_kinds(text_config)
         self._report_without_gradient()
@@ -72,6 +89,10 @@ class ModelHost:
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
+    def parameter_version(self) -> int:
+        """A number that grows with every in-place change of a parameter."""
+        return sum(p._version for p in self.model.parameters())
+
     def new_chain(self, store: PageStore, first_live: int) -> Chain:
         return Chain([kind(store, first_live) for kind in self.kinds])
 
@@ -87,7 +108,8 @@ class ModelHost:
         try:
             for module in training:
                 module.training = False
-            with self.family.adapted(self.backbone):
+            layers = checkpointed_layers(self.backbone) if self.checkpoint_layers else nullcontext()
+            with self.family.adapted(self.backbone), layers:
                 yield
         finally:
             for module in training:

@@ -48,11 +48,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value, good, wanted in (
-            ("num", self.num, self.num >= 1, "at least 1"),
-            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("num", self.num, _whole(self.num) and self.num >= 1, "a whole number, at least 1"),
+            (
+                "max_new_tokens",
+                self.max_new_tokens,
+                _whole(self.max_new_tokens) and self.max_new_tokens >= 1,
+                "a whole number, at least 1",
+            ),
             ("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more"),
+            ("top_k", self.top_k, _whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or more"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 (off) to 1"),
             ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "positive; 1 is off"),
         ):
@@ -147,6 +152,10 @@ def draw(
     cumulative = logits.softmax(-1).cumsum(-1)
     target = uniforms_B[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _seen(state: ResidentState, how: Sampling, vocab_size: int, device: torch.device) -> torch.Tensor | None:

@@ -24,10 +24,10 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 
 
 def _kind(kind: str, window: int | None) -> LayerKind:
-    if kind == "full_attention" or (kind == "sliding_attention" and window is None):
-        return PagedChain
-    if kind == "sliding_attention":
+    if kind == "sliding_attention" and window is not None:
         return partial(_window, window)
+    if kind in ("full_attention", "sliding_attention"):
+        return PagedChain
     raise ValueError(f"no adapter serves a layer of kind {kind!r} in this family")
 
 

@@ -1,1 +1,1 @@
-"""What tokens leave behind: one file a kind of layer state, chains of pieces, and the resident state over all layers."""
+"""What tokens leave behind: one file a kind of layer state, chains of pieces, the resident state over all layers."""

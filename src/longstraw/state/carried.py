@@ -32,7 +32,7 @@ class CarriedChain(LayerChain):
         store: where the states at piece boundaries go.
         kind: their kind in the accounting.
         first_live: the state before this piece is a constant to every gradient, and so is every earlier one; of the
-            states at piece boundaries only later ones are kept, and the last.
+            states at piece boundaries only later ones are kept (every `stride`-th of them), and the last.
         parent: the chain at whose end this one starts.
     """
 
@@ -42,6 +42,7 @@ class CarriedChain(LayerChain):
         self.first_live = first_live
         self.parent = parent
         self.num_pieces = 0
+        self.stride = 1
         self._states: dict[int, Page] = {}  # by the piece that starts from it
         self._cotangents: dict[int, Tensors] = {}
 
@@ -72,10 +73,28 @@ class CarriedChain(LayerChain):
         if index != self.num_pieces:
             raise RuntimeError(f"piece {index} is committed after {self.num_pieces} pieces")
         assert live.end is not None
-        if index in self._states and index < self.first_live:
+        if index in self._states and not self._keeps(index):
             self.store.free(self._states.pop(index))
-        self._states[index + 1] = self.store.put(self.kind, start, live.end, token_dim=None)
+        self._put(index + 1, start, live.end)
         self.num_pieces += 1
+
+    def has_start(self, index: int) -> bool:
+        """Whether the state before piece `index` is at hand."""
+        return index == 0 or index in self._states
+
+    def restore(self, index: int, live: CarriedLive, start: int) -> None:
+        if index + 1 not in self._states:
+            assert live.end is not None
+            self._put(index + 1, start, live.end)
+
+    def state_nbytes(self, index: int) -> int:
+        """Bytes of the state before piece `index`, which has to be at hand."""
+        return self._states[index].nbytes
+
+    def forget(self, index: int) -> None:
+        """Drops the state before piece `index`, which no sweep enters again, unless it is kept for the next one."""
+        if index in self._states and not self._keeps(index) and index != self.num_pieces:
+            self.store.free(self._states.pop(index))
 
     def outputs(self, index: int, live: CarriedLive) -> list[tuple[torch.Tensor, torch.Tensor]]:
         cotangents = self._cotangents.pop(index + 1, None)
@@ -101,6 +120,12 @@ class CarriedChain(LayerChain):
                 total.add_(gradient)
         else:
             self._cotangents[index] = tuple(g.clone() for g in wide)
+
+    def _keeps(self, index: int) -> bool:
+        return index >= self.first_live and (index - self.first_live) % self.stride == 0
+
+    def _put(self, index: int, start: int, state: Tensors) -> None:
+        self._states[index] = self.store.put(self.kind, start, state, token_dim=None)
 
     def decoder(self, rows: int) -> Any:
         return self.live(self.start_of(self.num_pieces), rows)

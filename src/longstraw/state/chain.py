@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from longstraw.state.carried import CarriedChain
 from longstraw.state.layer import LayerChain
 
 
@@ -23,6 +24,7 @@ class Chain:
     def __init__(self, layers: Sequence[LayerChain], start: int = 0, rows: int = 1) -> None:
         self.layers = list(layers)
         self.rows = rows
+        self.carried = [layer for layer in self.layers if isinstance(layer, CarriedChain)]
         self.starts = [start]  # position of the first token of every piece, and of the token after the last
 
     @property
@@ -60,6 +62,47 @@ class Chain:
         for layer, live in zip(self.layers, cache.layers):
             layer.commit(index, live, self.stop)
         self.starts.append(self.stop + num_tokens)
+
+    def thin_out(self, nbytes: int, num_pieces: int) -> int:
+        """Has carried states kept at so few boundaries that they, and those a sweep restores at a time, fit.
+
+        Keeping every s-th of n boundaries holds n/s states, and restoring the s - 1 between two holds s more, at the
+        price of one more forward pass (Griewank and Walther, "Revolve", ACM TOMS 26:1, 2000, for the general trade).
+        Call it after the first piece.
+
+        Args:
+            nbytes: bound on the states at piece boundaries.
+            num_pieces: pieces that a sweep will enter.
+
+        Returns:
+            s: the smallest that fits; where none does, the one that needs the least.
+        """
+        state = sum(layer.state_nbytes(1) for layer in self.carried)
+        needs = {
+            stride: (-(-num_pieces // stride) + (stride if stride > 1 else 0)) * state
+            for stride in range(1, max(2, num_pieces + 1))
+        }
+        fitting = [stride for stride, need in needs.items() if need <= nbytes]
+        chosen = min(fitting) if fitting else min(needs, key=lambda stride: needs[stride])
+        for layer in self.carried:
+            layer.stride = chosen
+        return chosen
+
+    def nearest_start(self, index: int) -> int:
+        """The last piece up to `index` whose starting state is at hand."""
+        while not all(layer.has_start(index) for layer in self.carried):
+            index -= 1
+        return index
+
+    def restore(self, index: int, cache: Cache) -> None:
+        """Takes back the carried state after piece `index`, which has just run on `cache` once more."""
+        for layer, live in zip(self.layers, cache.layers):
+            layer.restore(index, live, self.starts[index])
+
+    def forget_start(self, index: int) -> None:
+        """Drops a restored starting state of piece `index`."""
+        for layer in self.carried:
+            layer.forget(index)
 
     def outputs(self, index: int, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(tensor, cotangent) of everything that piece `index` wrote and later pieces read; consumes the cotangents."""

@@ -49,6 +49,9 @@ class LayerChain(ABC):
     def settle(self, index: int, live: Any) -> None:
         """After the pullback: adds the gradient of the piece's starting state to the cotangent of the piece before."""
 
+    def restore(self, index: int, live: Any, start: int) -> None:  # noqa: B027  (append-only state has nothing to do)
+        """Takes back the state after piece `index`, committed before but not kept; arguments as in `commit`."""
+
     @abstractmethod
     def decoder(self, rows: int) -> Any:
         """A live layer that carries on from the chain's end over any number of forward passes, without a graph.
@@ -83,6 +86,9 @@ class LiveLayer:
 
     def get_max_length(self) -> int:
         return -1
+
+    def rewind(self) -> None:
+        """Goes back to the starting state, before the layer is computed once more."""
 
     def complete(self) -> None:
         """Called when the layer's state is written."""

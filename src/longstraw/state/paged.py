@@ -75,6 +75,8 @@ class LivePaged(LiveLayer, CacheLayerMixin):
 
     def __init__(self, prefix: paged.Prefix) -> None:
         super().__init__()
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self.prefix = prefix
 
     def update(  # type: ignore[override]
@@ -98,6 +100,8 @@ class DecodingPaged(LiveLayer, CacheLayerMixin):
 
     def __init__(self, prefix: paged.Prefix, rows: int) -> None:
         super().__init__()
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self.prefix = prefix
         self.rows = rows
         self._used = 0
@@ -109,7 +113,7 @@ class DecodingPaged(LiveLayer, CacheLayerMixin):
             raise RuntimeError(f"decoding takes one token at a time, got {key_states.shape[2]}")
         if self.keys is None or self._used == self.keys.shape[2]:
             self.keys, self.values = (self._grown(*x) for x in ((self.keys, key_states), (self.values, value_states)))
-        assert self.values is not None
+        assert self.keys is not None and self.values is not None
         self.keys[:, :, self._used : self._used + 1] = key_states
         self.values[:, :, self._used : self._used + 1] = value_states
         self._used += 1

@@ -40,8 +40,15 @@ class LiveRecurrent(LiveLayer, LinearAttentionLayer):
         self.record_past = True  # or the model updates the convolution state in place for one-token pieces
         self.start = start
         self.end: Tensors | None = None
-        if start is not None:
-            self._load(tuple(t.expand(rows, *t.shape[1:]) for t in start))
+        self._rows = rows
+        self.rewind()
+
+    def rewind(self) -> None:
+        if self.start is not None:
+            self._load(tuple(t.expand(self._rows, *t.shape[1:]) for t in self.start))
+        else:
+            self.conv_states[0] = self.recurrent_states[0] = None
+            self.has_previous_state[0] = False
 
     def update_conv_state(  # type: ignore[override]
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any

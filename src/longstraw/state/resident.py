@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from longstraw.pages import PageStore
@@ -18,13 +20,20 @@ class ResidentState:
         chain: the prompt's segments.
         store: the pages.
         first_live: the first segment that gradients flow into; the number of segments when none do.
+        parameter_version: what `ModelHost.parameter_version` was at capture: the state is stale once it differs.
+        checkpoint_stride: carried states are kept at every so many segment boundaries; None while there are none.
     """
 
-    def __init__(self, prompt_ids: torch.Tensor, chain: Chain, store: PageStore, first_live: int) -> None:
+    def __init__(
+        self, prompt_ids: torch.Tensor, chain: Chain, store: PageStore, first_live: int, parameter_version: int = 0
+    ) -> None:
         self.prompt_ids = prompt_ids
         self.chain = chain
         self.store = store
         self.first_live = first_live
+        self.parameter_version = parameter_version
+        self.checkpoint_stride: int | None = None
+        self.graphs: Any = None  # the engine's: segments that keep their graph
         self._released = False
 
     def __len__(self) -> int:
@@ -44,6 +53,7 @@ class ResidentState:
         """Frees every page; safe to call again."""
         if not self._released:
             self._released = True
+            self.graphs = None
             self.chain.truncate(0)
             self.store.close()
 

@@ -42,8 +42,11 @@ class LiveWindow(LiveLayer, CacheLayerMixin):
         self.size = size
         self.start = start
         self.end: Tensors | None = None
-        if start is not None:
-            self.end = tuple(t.expand(rows, -1, -1, -1) for t in start)
+        self._rows = rows
+        self.rewind()
+
+    def rewind(self) -> None:
+        self.end = None if self.start is None else tuple(t.expand(self._rows, -1, -1, -1) for t in self.start)
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, kwargs: dict[str, Any], **_: Any

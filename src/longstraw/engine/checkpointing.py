@@ -1,0 +1,41 @@
+"""Whole-layer checkpointing inside a piece: its graph holds the layers' inputs and one layer's activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+@contextmanager
+def checkpointed_layers(backbone: Any) -> Iterator[None]:
+    """While the context lasts, decoder layers that run with a graph drop their activations and recompute them."""
+    layers = list(backbone.layers)
+    before = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for place, layer in enumerate(layers):
+            layer.forward = _recomputed(layer.forward, place)
+        yield
+    finally:
+        for layer, forward in zip(layers, before):
+            layer.__dict__.pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
+
+
+def _recomputed(forward: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        live = kwargs["cache"].layers[place]
+        if not torch.is_grad_enabled() or live.last:  # the last layer of a prompt piece stops at its state
+            return forward(hidden_states, *args, **kwargs)
+
+        def from_start(hidden: torch.Tensor) -> Any:
+            live.rewind()
+            return forward(hidden, *args, **kwargs)
+
+        return checkpoint(from_start, hidden_states, use_reentrant=False, preserve_rng_state=False)
+
+    return run
