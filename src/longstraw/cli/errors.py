@@ -21,11 +21,15 @@ def reported_errors(debug: bool) -> Iterator[None]:
     Args:
         debug: let exceptions pass with their traceback.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    logging.getLogger("longstraw").addHandler(handler)
     shown = warnings.showwarning
     warnings.showwarning = _show_warning
     try:
         yield
+    except typer.Exit:  # itself a RuntimeError
+        raise
     except (ValueError, RuntimeError, OSError) as error:
         if debug:
             raise
@@ -33,6 +37,7 @@ def reported_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(BAD_CONFIG if isinstance(error, ValueError) else FAILED) from None
     finally:
         warnings.showwarning = shown
+        logging.getLogger("longstraw").removeHandler(handler)
 
 
 def _show_warning(

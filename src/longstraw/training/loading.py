@@ -107,7 +107,11 @@ def _from_function(options: ModelConfig) -> tuple[nn.Module, Any | None]:
             raise ValueError(
                 f"'model.{option}' applies to loading a checkpoint, but model.path is a function. Remove it."
             )
-    made = load_function(options.path, "model.path")(**options.args)
+    function = load_function(options.path, "model.path")
+    try:
+        made = function(**options.args)
+    except TypeError as error:
+        raise ValueError(f"'model.path': calling {options.path} with {options.args} failed: {error}") from error
     model, tokenizer = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -147,6 +151,11 @@ def _from_pretrained(path: str, options: ModelConfig, device: torch.device) -> n
     if options.quantization:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
+        for module in model.modules():
+            # In eval mode on CPUs with AVX512-BF16 the library repacks 4-bit weights for a kernel without a backward:
+            # every gradient through the layer is lost without an error.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
         return model
     return model.to(device)
 

@@ -24,6 +24,8 @@ INSTALL_COMMANDS = {
 
 def is_function_reference(reference: str) -> bool:
     """Whether the text has the form 'module:function' or 'file.py:function'."""
+    if reference.startswith("package:"):
+        return False
     return bool(_FILE_FUNCTION.match(reference) or _FUNCTION.match(reference))
 
 
