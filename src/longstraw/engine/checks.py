@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from longstraw.engine.host import ModelHost
+from longstraw.pages import Tier
 
 PromptGrad = str | int
 
@@ -38,6 +39,19 @@ def not_negative(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name}={value!r} has to be a whole number of bytes, 0 or more")
     return value
+
+
+def tier_bytes(value: Mapping[str, int] | None) -> dict[str, int]:
+    """Bounds by tier.
+
+    Raises:
+        ValueError: an unknown tier, or not a number of bytes.
+    """
+    bounds = dict(value or {})
+    unknown = set(bounds) - set(Tier)
+    if unknown:
+        raise ValueError(f'tier_bytes has {sorted(unknown)}: its keys are "device", "host" and "disk"')
+    return {tier: not_negative(f"tier_bytes[{tier!r}]", nbytes) for tier, nbytes in bounds.items()}
 
 
 def temperature(value: float) -> float:

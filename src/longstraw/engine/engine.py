@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ class Engine:
         tier: where pages rest: "device", "host" or "disk".
         mesh: a DeviceMesh with an axis "data"; `reduce_gradients` sums over it.
         page_dir: parent of the disk tier's private directory; None is the system's temporary directory.
+        tier_bytes: bounds by tier, as {"device": 8 << 30}: pages beyond one rest on the next tier down.
         head_bytes: bound on the logits that exist at a time, in float32.
         checkpoint_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
         retain_graph_bytes: so much memory for graphs of the prompt's last segments and of scored responses, which need
@@ -77,6 +78,7 @@ class Engine:
         mesh: Any = None,
         *,
         page_dir: str | os.PathLike[str] | None = None,
+        tier_bytes: Mapping[str, int] | None = None,
         head_bytes: int = 64 << 20,
         checkpoint_layers: bool = False,
         retain_graph_bytes: int = 0,
@@ -92,6 +94,7 @@ class Engine:
         self.tier = Tier(tier)
         self.mesh = DataMesh(mesh)
         self.page_dir = page_dir
+        self.tier_bytes = checks.tier_bytes(tier_bytes)
         self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes, "bytes"))
         self.retain_graph_bytes = checks.not_negative("retain_graph_bytes", retain_graph_bytes)
         self.checkpoint_bytes = checkpoint_bytes
@@ -116,7 +119,7 @@ class Engine:
         checks.length(self.host, ids.numel(), 0, "response")
         captured = ids.numel() - 1
         segments, first_live = self._segments(captured)
-        store = PageStore(self.host.device, self.tier, self.page_dir)
+        store = PageStore(self.host.device, self.tier, self.page_dir, self.tier_bytes)
         chain = self.host.new_chain(store, first_live)
         state = ResidentState(ids, chain, store, first_live, self.host.parameter_version())
         state.graphs = graphs = SegmentGraphs(self.retain_graph_bytes, first_live, len(segments))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from longstraw.pages.table import Page, PageTable, Tier
 
 Tensors = tuple[torch.Tensor, ...]
 Held = Tensors | Block | DiskFile
+Arrival = tuple[Tensors, Any]  # a page's tensors, and the CUDA event after which they may be read
 
 
 class PageStore:
@@ -26,6 +28,8 @@ class PageStore:
         device: where pages are used.
         tier: where they rest: "device", "host" (pinned when the device is a GPU) or "disk".
         page_dir: parent directory of the disk tier's private directory; None is the system's temporary directory.
+        budgets: bytes by tier. A page that does not fit on `tier` rests on the next one down that has room. Every pass
+            reads all pages in a circle, so pages that stay where they are serve it better than any that trade places.
     """
 
     def __init__(
@@ -33,11 +37,14 @@ class PageStore:
         device: torch.device | str,
         tier: str | Tier = Tier.DEVICE,
         page_dir: str | os.PathLike[str] | None = None,
+        budgets: Mapping[str, int] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.tier = Tier(tier)
         self.table = PageTable()
         self._page_dir = page_dir
+        self._budgets = {Tier(name): nbytes for name, nbytes in (budgets or {}).items()}
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._folder: DiskFolder | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._arena = Arena()
@@ -61,7 +68,7 @@ class PageStore:
             num_tokens=first.shape[token_dim] if token_dim is not None else 0,
             rows=first.shape[0],
             nbytes=nbytes,
-            tier=self.tier,
+            tier=self._place(nbytes),
         )
         self.table.add(page)
         self._held[page.number] = self._rest(page, tensors)
@@ -73,15 +80,16 @@ class PageStore:
 
     def stream(self, pages: Sequence[Page]) -> Iterator[tuple[Page, Tensors]]:
         """Yields pages in order while the next one is on its way."""
-        if self.tier is Tier.DEVICE or (self.tier is Tier.HOST and self.device.type == "cpu"):
-            for page in pages:
-                yield page, self.fetch(page)
-            return
-        ahead: Future[Tensors] | None = None
-        for index, page in enumerate(pages):
-            tensors = self.fetch(page) if ahead is None else ahead.result()
-            ahead = self._ahead(pages[index + 1]) if index + 1 < len(pages) else None
-            yield page, tensors
+        ahead: tuple[Page, Future[Arrival]] | None = None
+        try:
+            for index, page in enumerate(pages):
+                tensors = self.fetch(page) if ahead is None else self._arrived(*ahead)
+                ahead = self._ahead(pages[index + 1]) if index + 1 < len(pages) else None
+                yield page, tensors
+        finally:
+            if ahead is not None:
+                wait([ahead[1]])
+                ahead[0].pins -= 1
 
     def accumulate(self, page: Page, gradients: Sequence[torch.Tensor]) -> None:
         """Adds to the page's cotangent. The order of calls is the order of summation."""
@@ -89,7 +97,9 @@ class PageStore:
         if number not in self._cotangents:
             wide = tuple(g.to(_wide(g.dtype)) for g in gradients)
             nbytes = sum(t.numel() * t.element_size() for t in wide)
-            record = self.table.add(Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self.tier))
+            record = self.table.add(
+                Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self._place(nbytes))
+            )
             self._cotangents[number] = (record, self._rest(record, wide))
             return
         record, held = self._cotangents[number]
@@ -149,17 +159,30 @@ class PageStore:
             self._folder.close()
             self._folder = None
 
+    def _place(self, nbytes: int) -> Tier:
+        """The tier that a new page rests on.
+
+        Raises:
+            MemoryError: no tier has room.
+        """
+        tiers = list(Tier)
+        for tier in tiers[tiers.index(self.tier) :]:
+            if self.table.used(tier) + nbytes <= self._budgets.get(tier, nbytes + self.table.used(tier)):
+                return tier
+        used = ", ".join(f"{tier} {self.table.used(tier):,} of {limit:,}" for tier, limit in self._budgets.items())
+        raise MemoryError(f"no tier has room for a page of {nbytes:,} bytes (used: {used}): raise tier_bytes")
+
     def _rest(self, page: Page, tensors: Sequence[torch.Tensor]) -> Held:
         """Copies tensors to where the page rests; forgets the page if that fails."""
         try:
-            if self.tier is Tier.DISK:
+            if page.tier is Tier.DISK:
                 if self._folder is None:
                     self._folder = DiskFolder(self._page_dir)
                 return self._folder.new_file(tuple(tensors))
             tensors = [t.detach() for t in tensors]
             if self.device.type == "cpu":
                 return self._arena.keep(tensors)
-            pin = self.tier is Tier.HOST
+            pin = page.tier is Tier.HOST
             where = torch.device("cpu") if pin else self.device
             resting = (torch.empty(t.shape, dtype=t.dtype, device=where, pin_memory=pin) for t in tensors)
             return tuple(into.copy_(t) for into, t in zip(resting, tensors))
@@ -175,10 +198,31 @@ class PageStore:
             return held.tensors()
         return tuple(t.to(self.device, non_blocking=True) for t in held) if on_gpu else held
 
-    def _ahead(self, page: Page) -> Future[Tensors]:
+    def _ahead(self, page: Page) -> tuple[Page, Future[Arrival]] | None:
+        """Starts bringing a page, if that takes time."""
+        if page.tier is Tier.DEVICE or (page.tier is Tier.HOST and self.device.type == "cpu"):
+            return None
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="longstraw-pages")
-        return self._reader.submit(self.fetch, page)
+        page.pins += 1
+        return page, self._reader.submit(self._fetch_aside, page)
+
+    def _fetch_aside(self, page: Page) -> Arrival:
+        if self._copies is None:
+            return self.fetch(page), None
+        with torch.cuda.stream(self._copies):
+            tensors = self.fetch(page)
+            return tensors, self._copies.record_event()
+
+    def _arrived(self, page: Page, future: Future[Arrival]) -> Tensors:
+        page.pins -= 1
+        tensors, event = future.result()
+        if event is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(event)
+            for tensor in tensors:
+                tensor.record_stream(current)
+        return tensors
 
     def _drop(self, page: Page, held: Held | None) -> None:
         self.table.remove(page)

@@ -51,12 +51,18 @@ class PageTable:
     def __init__(self) -> None:
         self._pages: dict[int, Page] = {}
         self._next = 0
+        self._used = dict.fromkeys(Tier, 0)
 
     def add(self, page: Page) -> Page:
         page.number = self._next
         self._next += 1
         self._pages[page.number] = page
+        self._used[page.tier] += page.nbytes
         return page
+
+    def used(self, tier: Tier) -> int:
+        """Bytes on a tier."""
+        return self._used[tier]
 
     def remove(self, page: Page) -> None:
         """Forgets a page.
@@ -69,6 +75,7 @@ class PageTable:
         if page.pins:
             raise RuntimeError(f"page {page.number} ({page.kind}, tokens {page.start}-{page.stop}) is in use")
         del self._pages[page.number]
+        self._used[page.tier] -= page.nbytes
 
     def __contains__(self, page: Page) -> bool:
         return page.number in self._pages
