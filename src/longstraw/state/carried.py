@@ -24,6 +24,8 @@ class CarriedLive(Protocol):
     start: Tensors | None
     end: Tensors | None
 
+    def written(self) -> Tensors: ...
+
 
 class CarriedChain(LayerChain):
     """A carried state along one chain.
@@ -32,7 +34,7 @@ class CarriedChain(LayerChain):
         store: where the states at piece boundaries go.
         kind: their kind in the accounting.
         first_live: the state before this piece is a constant to every gradient, and so is every earlier one; of the
-            states at piece boundaries only later ones are kept (every `stride`-th of them), and the last.
+            states at piece boundaries only later ones are kept (every `stride`-th of them), and the last two.
         parent: the chain at whose end this one starts.
     """
 
@@ -66,6 +68,8 @@ class CarriedChain(LayerChain):
     def enter(self, index: int, rows: int, graph: bool) -> Any:
         start = self.start_of(index)
         if start is not None and graph and not self.constant_at(index):
+            if index and not self._keeps(index):  # a graph that is kept outlives this page
+                start = tuple(t.clone() for t in start)
             start = tuple(t.detach().requires_grad_() for t in start)
         return self.live(start, rows)
 
@@ -73,10 +77,9 @@ class CarriedChain(LayerChain):
         if index != self.num_pieces:
             raise RuntimeError(f"piece {index} is committed after {self.num_pieces} pieces")
         assert live.end is not None
-        if index in self._states and not self._keeps(index):
-            self.store.free(self._states.pop(index))
         self._put(index + 1, start, live.end)
         self.num_pieces += 1
+        self.forget(index - 1)  # the last piece keeps both its ends
 
     def has_start(self, index: int) -> bool:
         """Whether the state before piece `index` is at hand."""
@@ -87,13 +90,20 @@ class CarriedChain(LayerChain):
             assert live.end is not None
             self._put(index + 1, start, live.end)
 
+    def stored(self, index: int) -> Tensors:
+        return self.store.fetch(self._states[index + 1])
+
+    def has_end(self, index: int) -> bool:
+        """Whether the state after piece `index` is at hand."""
+        return index + 1 in self._states
+
     def state_nbytes(self, index: int) -> int:
         """Bytes of the state before piece `index`, which has to be at hand."""
         return self._states[index].nbytes
 
     def forget(self, index: int) -> None:
         """Drops the state before piece `index`, which no sweep enters again, unless it is kept for the next one."""
-        if index in self._states and not self._keeps(index) and index != self.num_pieces:
+        if index in self._states and not self._keeps(index) and index < self.num_pieces - 1:
             self.store.free(self._states.pop(index))
 
     def outputs(self, index: int, live: CarriedLive) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,0 +1,159 @@
+"""Kept graphs, checkpointed layers and thinned-out states trade memory for time, and change not a bit of the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from families import build
+from group import Group, group
+from test_isolation import fingerprint
+
+import longstraw
+
+KINDS = ["llama", "mistral", "qwen3_5"]
+PIECES = dict(segment_tokens=5, block_tokens=8)
+ALL, HALF = 1 << 40, -1  # HALF stands for half of what all graphs of the prompt take
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all graphs": dict(retain_graph_bytes=ALL),
+    "some graphs": dict(retain_graph_bytes=HALF),
+    "a byte of graphs": dict(retain_graph_bytes=1),
+    "layers": dict(checkpoint_layers=True),
+    "few states": dict(checkpoint_bytes=0),
+    "some states": dict(checkpoint_bytes=9_000),
+    "few states, all graphs": dict(checkpoint_bytes=0, retain_graph_bytes=ALL),
+    "everything": dict(checkpoint_bytes=0, retain_graph_bytes=HALF, checkpoint_layers=True),
+}
+
+
+def what() -> Group:
+    return group(num_prompt=27, lengths=(5, 10, 1))
+
+
+def engine_with(model: Any, options: dict[str, Any], **common: Any) -> longstraw.Engine:
+    options = options | common
+    if options.get("retain_graph_bytes") == HALF:
+        with longstraw.Engine(model, **{**options, "retain_graph_bytes": ALL}).capture(what().prompt) as state:
+            options["retain_graph_bytes"] = (ALL - state.graphs.left) // 2
+        engine = longstraw.Engine(model, **options)
+        with engine.capture(what().prompt) as state:
+            assert 0 < len(state.graphs.kept) < state.chain.num_pieces
+        return engine
+    return longstraw.Engine(model, **options)
+
+
+def step(engine: longstraw.Engine) -> tuple[Any, dict[str, torch.Tensor]]:
+    with engine.capture(what().prompt) as state:
+        outcome = engine.backward(state, what().responses, what().objective)
+    found = reference.gradients(engine.host.model)
+    engine.host.model.zero_grad(set_to_none=True)
+    return outcome, found
+
+
+def assert_same(model: Any, options: dict[str, Any], **common: Any) -> None:
+    common = PIECES | common
+    first, expected = step(engine_with(model, {}, **common))
+    outcome, found = step(engine_with(model, options, **common))
+    assert torch.equal(outcome.loss, first.loss)
+    assert all(torch.equal(a, b) for a, b in zip(outcome.logps, first.logps))
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_not_a_bit_changes(family: str, option: str) -> None:
+    assert_same(build(family, dtype=torch.float32), OPTIONS[option])
+
+
+@pytest.mark.parametrize("option", ["few states, all graphs", "everything"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_not_a_bit_changes_on_other_tiers(tier: str, option: str, tmp_path: Any) -> None:
+    assert_same(build("qwen3_5", dtype=torch.float32), OPTIONS[option], tier=tier, page_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode, option", [("none", "all graphs"), (11, "all graphs"), (11, "everything")])
+def test_not_a_bit_changes_in_other_modes(mode: Any, option: str) -> None:
+    assert_same(build("qwen3_5", dtype=torch.float32), OPTIONS[option], prompt_grad=mode)
+
+
+def test_not_a_bit_changes_in_bfloat16() -> None:
+    assert_same(build("qwen3_5", dtype=torch.bfloat16), OPTIONS["everything"])
+
+
+@pytest.mark.parametrize("option", ["all graphs", "everything"])
+def test_the_state_is_as_captured_and_serves_again(option: str) -> None:
+    """The second step rebuilds what the first used up; both give the same gradient."""
+    model = build("qwen3_5", dtype=torch.float32)
+    engine = engine_with(model, OPTIONS[option], **PIECES)
+    with engine.capture(what().prompt) as state:
+        captured, steps = fingerprint(state), []
+        for _ in range(2):
+            engine.backward(state, what().responses, what().objective)
+            steps.append(reference.gradients(model))
+            model.zero_grad(set_to_none=True)
+            assert fingerprint(state) == captured
+    assert all(torch.equal(gradient, steps[1][name]) for name, gradient in steps[0].items())
+
+
+@pytest.mark.parametrize("option", ["all graphs", "few states", "everything"])
+def test_a_step_that_raises_in_the_sweep(option: str) -> None:
+    model = build("qwen3_5", dtype=torch.float32)
+    seen = [0]
+
+    def progress(phase: str, done: int, total: int) -> None:
+        seen[0] += phase == "sweep"
+        if phase == "sweep" and seen[0] == 3:
+            raise KeyboardInterrupt
+
+    engine = engine_with(model, OPTIONS[option], progress=progress, **PIECES)
+    _, expected = step(longstraw.Engine(model, **PIECES))
+    with engine.capture(what().prompt) as state:
+        captured = fingerprint(state)
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(state, what().responses, what().objective)
+        assert fingerprint(state) == captured
+        assert all(p.grad is None for p in model.parameters())
+        engine.backward(state, what().responses, what().objective)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in reference.gradients(model).items())
+
+
+def test_graphs_of_old_parameters_are_not_used() -> None:
+    """After an optimizer step on a kept state the gradient is that of the present parameters' own graph."""
+    steps = []
+    for retain_graph_bytes in (0, 1 << 40):
+        model = build("llama", dtype=torch.float32)
+        engine = longstraw.Engine(model, retain_graph_bytes=retain_graph_bytes, **PIECES)
+        with engine.capture(what().prompt) as state:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            engine.backward(state, what().responses, what().objective)
+        steps.append(reference.gradients(model))
+    assert all(torch.equal(gradient, steps[1][name]) for name, gradient in steps[0].items())
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if "graphs" in o])
+def test_the_model_keeps_no_graph(option: str) -> None:
+    """Once released, nothing of the kept graphs is alive."""
+    import gc
+    import weakref
+
+    model = build("llama", dtype=torch.float32)
+    engine = engine_with(model, OPTIONS[option], **PIECES)
+    state = engine.capture(what().prompt)
+    outputs = [weakref.ref(graph.cache) for graph in state.graphs.kept.values()]
+    state.release()
+    gc.collect()
+    assert all(output() is None for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["retain_graph_bytes", "checkpoint_bytes"])
+@pytest.mark.parametrize("value", [-1, 2.5, True])
+def test_budgets_are_bytes(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}.*bytes"):
+        longstraw.Engine(build("llama", dtype=torch.float32), **{name: value})
