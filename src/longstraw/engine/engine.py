@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from longstraw.engine import branches, checks
+from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
 from longstraw.engine.graphs import SegmentGraphs, saved_bytes
 from longstraw.engine.host import ModelHost
@@ -207,7 +208,7 @@ class Engine:
         chain = state.chain
         try:
             with self.host.running(), GradientTransaction(parameters):
-                if state.parameter_version != self.host.parameter_version():
+                if self.is_stale(state):
                     state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
                 with self.meter.phase("score"):
                     logps, kept = self._score(state, bundles, ids, temperature, state.graphs.left)
@@ -222,6 +223,21 @@ class Engine:
                 chain.forget_start(index)
             raise
         return Outcome(loss, logps, cotangents, dict(self.meter.phases))
+
+    def is_stale(self, state: ResidentState) -> bool:
+        """Whether a parameter has changed since the state was captured."""
+        return state.parameter_version != self.host.parameter_version()
+
+    def drift(self, state: ResidentState, num_segments: int = 2, seed: int = 0) -> float:
+        """How far the state is from what the present parameters would leave: see `drift.probe`.
+
+        Args:
+            num_segments: random segments to recompute; each costs its share of a capture.
+        """
+        self._refuse_released(state)
+        checks.positive("num_segments", num_segments, "segments")
+        with self.meter.phase("probe"), self.host.running():
+            return probe(self.host, state, num_segments, seed)
 
     def reduce_gradients(self) -> None:
         """Completes `.grad` over the mesh: once a step, after the last `backward`. Without a mesh: nothing to do."""

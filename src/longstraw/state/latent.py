@@ -49,7 +49,7 @@ class LatentChain(LayerChain):
     def commit(self, index: int, live: LiveLatent, start: int) -> None:
         if index != len(self.pages):
             raise RuntimeError(f"piece {index} is committed after {len(self.pages)} pieces")
-        self.pages.append(self.store.put("latent", start, [live.written()]))
+        self.pages.append(self.store.put("latent", start, live.written()))
         if live.index_keys is not None:
             self.index_pages.append(self.store.put("index", start, [live.index_keys]))
 
@@ -59,11 +59,13 @@ class LatentChain(LayerChain):
         cotangent = self.store.take_cotangent(self.pages[index])
         if cotangent is None:
             return []
-        written = live.written()
-        return [(written, cotangent[0].to(written.dtype))]
+        return [(written, c.to(written.dtype)) for written, c in zip(live.written(), cotangent)]
 
     def settle(self, index: int, live: LiveLatent) -> None:
         """Nothing to move: the attention's backward has already added to the pages it read."""
+
+    def stored(self, index: int) -> tuple[torch.Tensor, ...]:
+        return self.store.fetch(self.pages[index])
 
     def decoder(self, rows: int) -> DecodingLatent:
         return DecodingLatent(*self._prefixes(len(self.pages)))
@@ -110,9 +112,9 @@ class LiveLatent(LiveLayer):
         self.latents, self.index_keys = latents, index_keys
         self.complete()
 
-    def written(self) -> torch.Tensor:
+    def written(self) -> tuple[torch.Tensor]:
         assert self.latents is not None
-        return self.latents
+        return (self.latents,)
 
 
 class DecodingLatent(LiveLatent):

@@ -53,6 +53,10 @@ class LayerChain(ABC):
         """Takes back the state after piece `index`, committed before but not kept; arguments as in `commit`."""
 
     @abstractmethod
+    def stored(self, index: int) -> tuple[torch.Tensor, ...]:
+        """What `commit` kept of piece `index`."""
+
+    @abstractmethod
     def decoder(self, rows: int) -> Any:
         """A live layer that carries on from the chain's end over any number of forward passes, without a graph.
 
@@ -86,6 +90,10 @@ class LiveLayer:
 
     def get_max_length(self) -> int:
         return -1
+
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """What the piece wrote, in the order in which the chain keeps it."""
+        raise NotImplementedError
 
     def rewind(self) -> None:
         """Goes back to the starting state, before the layer is computed once more."""

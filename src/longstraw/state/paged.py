@@ -54,6 +54,9 @@ class PagedChain(LayerChain):
     def settle(self, index: int, live: LivePaged) -> None:
         """Nothing to move: the attention's backward has already added to the pages it read."""
 
+    def stored(self, index: int) -> tuple[torch.Tensor, ...]:
+        return self.store.fetch(self.pages[index])
+
     def decoder(self, rows: int) -> DecodingPaged:
         return DecodingPaged(self._prefix(len(self.pages)), rows)
 

@@ -43,6 +43,10 @@ class LiveRecurrent(LiveLayer, LinearAttentionLayer):
         self._rows = rows
         self.rewind()
 
+    def written(self) -> Tensors:
+        assert self.end is not None
+        return self.end
+
     def rewind(self) -> None:
         if self.start is not None:
             self._load(tuple(t.expand(self._rows, *t.shape[1:]) for t in self.start))

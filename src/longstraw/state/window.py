@@ -45,6 +45,10 @@ class LiveWindow(LiveLayer, CacheLayerMixin):
         self._rows = rows
         self.rewind()
 
+    def written(self) -> Tensors:
+        assert self.end is not None
+        return self.end
+
     def rewind(self) -> None:
         self.end = None if self.start is None else tuple(t.expand(self._rows, -1, -1, -1) for t in self.start)
 
