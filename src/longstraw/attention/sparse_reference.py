@@ -11,12 +11,12 @@ import torch
 
 def scores(q_THD: torch.Tensor, w_TH: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
     """The indexer's scores [T, S], all pairs at once: sum_h w[t, h] relu(q[t, h] . k[s])."""
-    products_THS = (q_THD.float() @ k_SD.float().T).relu()
-    return (w_TH.float()[:, None] @ products_THS)[:, 0]
+    products_THS = (q_THD.to(torch.float32) @ k_SD.to(torch.float32).T).relu()
+    return (w_TH.to(torch.float32)[:, None] @ products_THS)[:, 0]
 
 
 def choose(scores_TS: torch.Tensor, num: int) -> list[list[int]]:
-    """For every query, the positions of the `num` best tokens up to itself, in rising order: by score, then position."""
+    """For every query, the positions, rising, of the `num` best tokens up to itself: by score, then lower position."""
     before = scores_TS.shape[1] - scores_TS.shape[0]
     chosen = []
     for query, row in enumerate(scores_TS.tolist()):

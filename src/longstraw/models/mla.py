@@ -99,7 +99,8 @@ def _forward(
     w_k_HDC, w_v_HVC = live.weights or _expansion(self, hidden_states.dtype)
     if live.decodes:
         live.weights = (w_k_HDC, w_v_HVC)
-    inputs = (q_BTHD, q_BTHR, w_k_HDC, w_v_HVC, live.written())
+    assert live.latents is not None
+    inputs = (q_BTHD, q_BTHR, w_k_HDC, w_v_HVC, live.latents)
     if chosen_BTK is not None:
         out_BTHV = sparse.attend(*inputs, chosen_BTK, live.prefix, self.scaling)
     else:
