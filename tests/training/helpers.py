@@ -24,7 +24,8 @@ def run(output_dir: Path, *, resume: bool = False, **changes: Any) -> RunResult:
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
     """Rows of training steps."""
-    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    file = output_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [row for row in rows if "loss" in row]
 
 

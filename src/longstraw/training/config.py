@@ -6,12 +6,20 @@ import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from longstraw.objective.policy import PolicyLoss
-from longstraw.training.config_parts import DatasetConfig, EvalConfig, LoraConfig, ModelConfig, StrictGroup
+from longstraw.training.config_parts import (
+    DatasetConfig,
+    EvalConfig,
+    LoraConfig,
+    ModelConfig,
+    StrictGroup,
+    parse_bytes,
+)
 
 Positive = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -72,6 +80,12 @@ class TrainConfig(StrictGroup):
         default_factory=list, description="Further ids that end a response, beside the model's eos."
     )
 
+    rollout_func: str | None = Field(
+        default=None,
+        description="'module:function' that makes the responses itself (tools, environments); its module's text is in "
+        "longstraw.training.rollout_func. Default: sample from the captured prompt.",
+    )
+
     # Objective
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = Field(default="dapo", description="Policy loss.")
     importance_sampling_level: Literal["token", "sequence"] = Field(
@@ -124,6 +138,23 @@ class TrainConfig(StrictGroup):
     segment_tokens: Positive = Field(default=4096, description="Prompt tokens a piece.")
     block_tokens: Positive = Field(default=1024, description="Response tokens a piece.")
     tier: Literal["device", "host", "disk"] = Field(default="device", description="Where the prompt's pages rest.")
+    tier_bytes: dict[str, Bytes] = Field(
+        default_factory=dict,
+        description="Bounds by tier, e.g. {device: 8GiB}; pages beyond rest on the next tier down.",
+    )
+    page_dir: str | None = Field(
+        default=None, description="Folder of the disk tier; default: the system's temporary one."
+    )
+    retain_graph_bytes: Bytes = Field(
+        default=0,
+        description="Memory a prompt may use for graphs that then need no recomputation; results are the same.",
+    )
+    checkpoint_layers: bool = Field(
+        default=False, description="Hold one layer's activations at a time; less memory, one more recomputation."
+    )
+    checkpoint_bytes: Bytes | None = Field(
+        default=None, description="Bound on recurrent states kept at segment boundaries; null is no bound."
+    )
 
     # Running, saving, reporting
     seed: int = Field(default=42, ge=0, description="Seed of everything random.")

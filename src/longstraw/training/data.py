@@ -35,6 +35,11 @@ class Prompt:
     prompt: Any
     columns: Row
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"the prompt of dataset row {self.row} ({len(self.ids):,} tokens)"
+
 
 @dataclass
 class PromptSet:

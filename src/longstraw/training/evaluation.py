@@ -11,10 +11,11 @@ from longstraw.objective import combine_rewards
 from longstraw.training.config import TrainConfig
 from longstraw.training.config_parts import EvalConfig
 from longstraw.training.data import PromptSet, derive_seed
+from longstraw.training.groups import Group
 from longstraw.training.metrics import Row, describe, mean_and_deviation
 from longstraw.training.rewards import RewardFunction
 from longstraw.training.rng import untouched_rng
-from longstraw.training.rollout import Group, score_groups
+from longstraw.training.rollout import score_groups
 from longstraw.training.text import TextCodec
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from longstraw.training.adapters import add_lora, load_adapter
 from longstraw.training.config import TrainConfig
-from longstraw.training.config_parts import LoraConfig, ModelConfig
+from longstraw.training.config_parts import ModelConfig
 from longstraw.training.locate import install_command, is_function_reference, load_function, resolve_path
-
-logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -77,9 +73,9 @@ def load_policy(config: TrainConfig) -> Policy:
         model = _from_pretrained(path, options, device)
         tokenizer = _load_tokenizer(path, options)
     if options.adapter:
-        model = _load_adapter(model, resolve_path(options.adapter, "model.adapter"), with_reference=config.beta > 0)
+        model = load_adapter(model, resolve_path(options.adapter, "model.adapter"), with_reference=config.beta > 0)
     elif config.lora:
-        model = _add_lora(model, config.lora)
+        model = add_lora(model, config.lora)
     model.eval()
     _check_trainable(model, options)
     return Policy(model, tokenizer, _stop_ids(model, tokenizer, config.stop_token_ids), device)
@@ -223,40 +219,6 @@ def _load_tokenizer(path: str, options: ModelConfig) -> Any | None:
         raise ValueError(f"'model.tokenizer': no tokenizer can be loaded from {where}: {error}") from error
 
 
-def _add_lora(model: nn.Module, lora: LoraConfig) -> Any:
-    import peft
-
-    try:
-        return peft.get_peft_model(
-            model,  # type: ignore[arg-type]
-            peft.LoraConfig(
-                task_type="CAUSAL_LM",
-                r=lora.r,
-                lora_alpha=lora.alpha,
-                target_modules=lora.target_modules,  # type: ignore[arg-type]
-                exclude_modules=lora.exclude_modules,
-                modules_to_save=lora.modules_to_save,
-                use_rslora=lora.use_rslora,
-            ),
-        )
-    except ValueError as error:
-        raise ValueError(f"'lora' does not fit this model: {error}") from error
-
-
-def _load_adapter(model: nn.Module, path: str, with_reference: bool) -> Any:
-    """A trained adapter to go on with; for a KL term a second, frozen copy of it is the reference."""
-    import peft
-
-    try:
-        wrapped = peft.PeftModel.from_pretrained(model, path, is_trainable=True, use_safetensors=True)
-        if with_reference:
-            wrapped.load_adapter(path, adapter_name="reference", is_trainable=False, use_safetensors=True)
-            wrapped.set_adapter("default")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"'model.adapter': {path} cannot be loaded: {error}") from error
-    return wrapped
-
-
 def _check_trainable(model: nn.Module, options: ModelConfig) -> None:
     parameters = trainable_parameters(model)
     if not parameters:
@@ -281,19 +243,3 @@ def _stop_ids(model: Any, tokenizer: Any | None, further: list[int]) -> list[int
         ids = getattr(source, "eos_token_id", None)
         found += [] if ids is None else ids if isinstance(ids, (list, tuple)) else [ids]
     return sorted({int(token) for token in [*found, *further] if token is not None})
-
-
-def adapter_switch(model: Any) -> Callable[[], Any]:
-    """A context in which a PeftModel is the reference policy: adapters off, or the frozen copy of a trained one."""
-    if "reference" not in getattr(model, "peft_config", {}):
-        return model.disable_adapter
-
-    @contextmanager
-    def use_reference() -> Iterator[None]:
-        model.set_adapter("reference", inference_mode=True)
-        try:
-            yield
-        finally:
-            model.set_adapter("default")
-
-    return use_reference

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from longstraw.training.loading import Policy, adapter_switch
+from longstraw.training.adapters import adapter_switch
+from longstraw.training.loading import Policy
 
 
 class ReferencePolicy:

@@ -20,12 +20,13 @@ class Reporter:
         self._logging_steps = logging_steps
         self._progress: Progress | None = None
         self._reward: float | None = None
+        self._phase_name, self._phase_done = "", 0
 
     @contextmanager
     def bar(self, done: int, total: int) -> Iterator[None]:
         """A progress bar over the steps while inside."""
         columns = (
-            TextColumn("[bold]step"),
+            TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -33,11 +34,22 @@ class Reporter:
         )
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             self._progress = progress
-            self._task = progress.add_task("", total=total, completed=done)
+            self._task = progress.add_task("step", total=total, completed=done)
+            self._phase = progress.add_task("", total=None, visible=False)
             try:
                 yield
             finally:
                 self._progress = None
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Tokens done and left of a phase, in a second bar; the engine calls it after every piece."""
+        if self._progress is None:
+            return
+        if name != self._phase_name or done < self._phase_done:
+            self._phase_name = name
+            self._progress.reset(self._phase, total=total, description=f"{name}, tokens", visible=True)
+        self._phase_done = done
+        self._progress.update(self._phase, completed=done, total=total)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from longstraw.training.data import PromptStream
-from longstraw.training.rollout import Batch, Group
+from longstraw.training.groups import Batch, Group
 
 _LISTS = ("responses", "sampled_logps", "masks", "old_logps", "reference_logps")
 
@@ -53,6 +53,7 @@ def batch_from_stored(
                 finish_reasons=entry["finish_reasons"],
                 rewards=entry["rewards"],
                 advantages=entry["advantages"],
+                sampled_logps=lists.pop("sampled_logps", None),
                 **lists,
             )
         )

@@ -62,7 +62,7 @@ class RunDir:
         path = Path(config.output_dir) if config.output_dir else _fresh_path(Path("runs"))
         if path.exists() and not path.is_dir():
             raise ConfigError(f"'output_dir': {path} is a file. Choose another name.")
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and any(not entry.name.startswith(".") for entry in path.iterdir()):
             raise ConfigError(
                 f"'output_dir': {path} exists and is not empty. Resume it with `longstraw train {path} --resume`, or "
                 "choose "
@@ -72,9 +72,10 @@ class RunDir:
 
     def begin(self, config: TrainConfig) -> None:
         """Create the directory, write the configuration and the receipt of this start."""
-        for folder in (self.path, self.completions, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.config_file, config_to_yaml(config))
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.config_file, config_to_yaml(config))  # first: with it the run can be resumed
+        for folder in (self.completions, self.checkpoints):
+            folder.mkdir(exist_ok=True)
         receipts = self.path / "environment.json"
         starts = json.loads(receipts.read_text())["starts"] if receipts.exists() else []
         started = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), **collect_receipt()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from longstraw.training.groups import Batch
 from longstraw.training.metrics import Row, describe, mean_and_deviation
-from longstraw.training.rollout import Batch
 from longstraw.training.text import TextCodec
 
 _EXCERPT_TOKENS = 200
@@ -14,7 +14,7 @@ _EXCERPT_TOKENS = 200
 
 def rollout_metrics(batch: Batch, reward_weights: Sequence[float] | None) -> Row:
     """Rewards, lengths, truncation, prompts without signal; None where there is nothing to average."""
-    lengths = [len(ids) for group in batch.groups for ids in group.responses]
+    lengths = [number for group in batch.groups for number in group.num_chosen]
     stopped = [reason == "stop" for group in batch.groups for reason in group.finish_reasons]
     mean, deviation = mean_and_deviation(reward for group in batch.groups for reward in group.rewards)
     row: Row = {"reward": mean, "reward_std": deviation}

@@ -13,6 +13,7 @@ from longstraw.training.checkpoint import Checkpoint, load_newest, save_checkpoi
 from longstraw.training.config import TrainConfig
 from longstraw.training.data import PromptSet, PromptStream
 from longstraw.training.evaluation import Evaluator
+from longstraw.training.groups import Batch
 from longstraw.training.interrupts import Interrupts
 from longstraw.training.loading import Policy
 from longstraw.training.metrics import Row
@@ -20,7 +21,7 @@ from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.phases import PhaseLedger
 from longstraw.training.report import Reporter, evaluated_names
 from longstraw.training.rng import RngState
-from longstraw.training.rollout import Batch, RolloutCollector
+from longstraw.training.rollout import RolloutCollector
 from longstraw.training.rollout_store import batch_from_stored, batch_to_stored
 from longstraw.training.run_dir import RunDir
 from longstraw.training.snapshot import load_parameters, restore_rng, snapshot_tensors

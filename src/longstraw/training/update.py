@@ -11,13 +11,10 @@ import torch
 from longstraw.engine.engine import Engine
 from longstraw.objective import Mean, Normalizer, PolicyLoss, merge_metrics
 from longstraw.training.config import TrainConfig
+from longstraw.training.errors import StepRefused
+from longstraw.training.groups import Batch, Group
 from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.phases import PhaseLedger
-from longstraw.training.rollout import Batch, Group
-
-
-class StepRefused(RuntimeError):
-    """Loss or gradient is not finite. Parameters and optimizer are as before; the message names the prompt."""
 
 
 @dataclass
@@ -67,12 +64,12 @@ def accumulate(
             share, metrics, logps = _group_gradient(group, normalizer, config, engine, loss, phases)
             total += share
             parts.append(metrics)
-            if group.old_logps is None:
+            if group.old_logps is None and group.sampled_logps is not None:
                 differences += [
                     (ours.cpu() - sampled).abs() for ours, sampled in zip(logps, group.sampled_logps, strict=True)
                 ]
-                if keep_old_logps:
-                    group.old_logps = [logp.cpu() for logp in logps]
+            if group.old_logps is None and keep_old_logps:
+                group.old_logps = [logp.cpu() for logp in logps]
         engine.reduce_gradients()
         norm = optimizer.clip(config.max_grad_norm)
         if norm != norm or norm in (float("inf"), float("-inf")):
@@ -103,12 +100,12 @@ def _group_gradient(
         )
         phases.take(engine.meter)
     except FloatingPointError as error:
-        raise StepRefused(f"{_name(group)}: {error}") from error
+        raise StepRefused(f"{group.prompt.name}: {error}") from error
     finally:
         state.release()
     if not _all_finite(engine.host.model):
         raise StepRefused(
-            f"{_name(group)}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
+            f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
             "model.dtype to "
             "float32, or lower learning_rate."
         )
@@ -127,10 +124,6 @@ def _objective(
         return value
 
     return objective
-
-
-def _name(group: Group) -> str:
-    return f"prompt of dataset row {group.prompt.row} ({len(group.prompt.ids):,} tokens)"
 
 
 def _all_finite(model: Any) -> bool:

@@ -1,0 +1,108 @@
+"""Everything that a run is made of, built from its configuration: cheap checks first, then the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from longstraw.engine.engine import Engine
+from longstraw.training.config import TrainConfig
+from longstraw.training.data import PromptSet, PromptStream, prepare_prompts, read_rows
+from longstraw.training.evaluation import Evaluator
+from longstraw.training.loading import Policy, load_policy, trainable_parameters
+from longstraw.training.locate import is_function_reference, load_function
+from longstraw.training.optimizer import NamedOptimizer
+from longstraw.training.reference import ReferencePolicy
+from longstraw.training.report import Reporter
+from longstraw.training.rewards import load_reward
+from longstraw.training.rollout import RolloutCollector
+from longstraw.training.run_dir import RunDir
+from longstraw.training.text import TextCodec
+from longstraw.training.trainer import Trainer
+
+
+def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter) -> Trainer:
+    """Rewards and rows first, then the model, then what needs both."""
+    functions = {name: load_reward(name) for name in config.reward_funcs if is_function_reference(name)}
+    rollout_func = load_function(config.rollout_func, "rollout_func") if config.rollout_func else None
+    rows = read_rows(config.dataset, "dataset")
+    held_out = {name: read_rows(options, f"eval.{name}") for name, options in config.eval.items()}
+
+    policy = load_policy(config)
+    codec = TextCodec(policy.tokenizer, config.chat_template_kwargs, policy.model.config.get_text_config().vocab_size)
+    rewards = [
+        functions.get(name)
+        or load_reward(
+            name,
+            device=str(policy.device),
+            trust_remote_code=config.model.trust_remote_code,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        for name in config.reward_funcs
+    ]
+    prompts = prepare_prompts(
+        rows, codec, "dataset", min_length=config.min_prompt_length, max_length=config.max_prompt_length
+    )
+    _check_positions(prompts, config.max_completion_length, policy, "dataset")
+    sets = {}
+    for name, options in config.eval.items():
+        sets[name] = (prepare_prompts(held_out[name][: options.num_samples], codec, f"eval.{name}"), options)
+        _check_positions(
+            sets[name][0], options.max_completion_length or config.max_completion_length, policy, f"eval.{name}"
+        )
+    reporter.say(f"dataset: {prompts.summary()}")
+
+    def make_engine(model: Any, trained: bool = False) -> Engine:
+        return Engine(
+            model,
+            prompt_grad=config.prompt_grad if trained else "none",
+            segment_tokens=config.segment_tokens,
+            block_tokens=config.block_tokens,
+            tier=config.tier,
+            tier_bytes=config.tier_bytes or None,
+            page_dir=config.page_dir,
+            retain_graph_bytes=config.retain_graph_bytes if trained else 0,
+            checkpoint_layers=config.checkpoint_layers,
+            checkpoint_bytes=config.checkpoint_bytes,
+            progress=reporter.phase,
+        )
+
+    reference = ReferencePolicy(policy, make_engine) if config.beta > 0 else None
+    parameters = trainable_parameters(policy.model)
+    trained = sum(parameter.numel() for parameter in parameters.values())
+    reporter.say(f"model: {config.model.path} on {policy.device}, {trained:,} trained parameters; run: {run.path}")
+
+    num_steps = config.max_steps
+    if num_steps < 0:
+        batches = math.ceil(config.num_train_epochs * len(prompts) / config.prompts_per_update)
+        num_steps = batches * config.num_iterations
+    stream = PromptStream(prompts, config.seed, config.shuffle_dataset)
+    engine = make_engine(policy.model, trained=True)
+    collector = RolloutCollector(config, engine, codec, stream, rewards, reference, policy.stop_ids, rollout_func)
+    evaluator = Evaluator(config, sets, make_engine(policy.model), codec, rewards, policy.stop_ids)
+    return Trainer(
+        config,
+        run,
+        policy,
+        engine,
+        prompts,
+        stream,
+        collector,
+        NamedOptimizer(parameters, config, num_steps),
+        evaluator,
+        reporter,
+        num_steps,
+    )
+
+
+def _check_positions(prompts: PromptSet, max_completion_length: int, policy: Policy, option: str) -> None:
+    longest = max(prompts.prompts, key=lambda prompt: len(prompt.ids))
+    limit = policy.max_positions
+    if limit is not None and len(longest.ids) + max_completion_length > limit:
+        raise ValueError(
+            f"'{option}': row {longest.row} has {len(longest.ids):,} tokens; with "
+            f"max_completion_length={max_completion_length:,} "
+            f"that exceeds the model's {limit:,} positions. Set max_prompt_length to "
+            f"{max(1, limit - max_completion_length)} or less "
+            "to drop such rows, lower max_completion_length, or override RoPE with model.rope_scaling."
+        )
