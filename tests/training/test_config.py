@@ -80,6 +80,7 @@ def test_a_mistake_names_the_key_and_the_remedy(word: str, expected: str) -> Non
 def test_combinations_that_cannot_be() -> None:
     assert "'lora' makes new adapters" in message("lora.r=8", "model.adapter=there")
     assert "delta" in message("delta=2.0", "loss_type=cispo")
+    assert "'model.reference_adapter'" in message("model.reference_adapter=there", "lora.r=8")
     assert "'dynamic_sampling'" in message("dynamic_sampling=true", "beta=0.1")
     assert "exclude each other" in message("model.gguf_file=a.gguf", "model.quantization=nf4", "lora.r=8")
     assert "'warmup_steps' (9) exceeds 'max_steps' (5)" in message("warmup_steps=9", "max_steps=5")

@@ -30,6 +30,9 @@ def test_json_lines(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ValueError, match="has no rows"):
         read_rows(DatasetConfig(source=str(path)), "dataset")
+    whole = tmp_path / "whole.json"
+    whole.write_text('[{"prompt": "w1"}, {"prompt": "w2"}]')
+    assert [row["prompt"] for row in read_rows(DatasetConfig(source=str(whole)), "dataset")] == ["w1", "w2"]
     with pytest.raises(ValueError, match="does not exist"):
         read_rows(DatasetConfig(source=str(tmp_path / "absent.jsonl")), "dataset")
 
@@ -47,6 +50,8 @@ def test_functions_and_datasets(tmp_path: Path) -> None:
     datasets.Dataset.from_list(tiny.rows(4)).save_to_disk(str(tmp_path / "saved"))
     rows = read_rows(DatasetConfig(source=str(tmp_path / "saved")), "dataset")
     assert rows == tiny.rows(4)
+    datasets.Dataset.from_list(tiny.rows(4)).to_parquet(str(tmp_path / "rows.parquet"))
+    assert read_rows(DatasetConfig(source=str(tmp_path / "rows.parquet")), "dataset") == rows
 
 
 def test_lengths_are_filtered_and_counted() -> None:

@@ -88,6 +88,12 @@ def test_a_trained_adapter_goes_on_from_where_it_was(saved: Path, tmp_path: Path
     assert rows[0]["kl"] == 0.0 and rows[1]["kl"] > 0.0  # the reference is the adapter as it came, not the base
     assert {path.name for path in (tmp_path / "second/final").iterdir()} >= {"adapter_model.safetensors"}
     assert weights(tmp_path / "second").keys() == stored.keys()
+    other = run(tmp_path / "other", model=str(saved), lora=lora, beta=0.1, max_steps=1, seed=3)
+    assert other.step == 1 and metrics(tmp_path / "other")[0]["kl"] == 0.0
+    compared = {"path": str(saved), "reference_adapter": adapter}
+    run(tmp_path / "compared", model=compared, lora=lora, beta=0.1, max_steps=1, seed=3)
+    assert metrics(tmp_path / "compared")[0]["kl"] > 0.0
+
     run(tmp_path / "third", model=model, beta=0.1, max_steps=1, lr_scheduler_type="constant")
     run(tmp_path / "fourth", model=model, beta=0.1, max_steps=2, lr_scheduler_type="constant")
     run(tmp_path / "third", resume=True, model=model, beta=0.1, max_steps=2, lr_scheduler_type="constant")

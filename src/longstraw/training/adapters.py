@@ -10,6 +10,9 @@ from torch import nn
 
 from longstraw.training.config_parts import LoraConfig
 
+REFERENCE = "reference"
+"""Name of the frozen adapter, where the reference policy is one."""
+
 
 def add_lora(model: nn.Module, lora: LoraConfig) -> Any:
     """The model with LoRA adapters, its own parameters frozen. Raises ValueError where the options do not fit it."""
@@ -32,32 +35,33 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> Any:
         raise ValueError(f"'lora' does not fit this model: {error}") from error
 
 
-def load_adapter(model: nn.Module, path: str, with_reference: bool) -> Any:
-    """The model with a trained adapter to go on with; for a KL term a second, frozen copy of it is the reference.
-
-    Raises:
-        ValueError: there is no such adapter, or it does not fit the model.
-    """
+def load_adapter(model: nn.Module, path: str) -> Any:
+    """The model with a trained adapter to go on with. Raises ValueError where it is missing or does not fit."""
     import peft
 
     try:
-        wrapped = peft.PeftModel.from_pretrained(model, path, is_trainable=True, use_safetensors=True)
-        if with_reference:
-            wrapped.load_adapter(path, adapter_name="reference", is_trainable=False, use_safetensors=True)
-            wrapped.set_adapter("default")
+        return peft.PeftModel.from_pretrained(model, path, is_trainable=True, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"'model.adapter': {path} cannot be loaded: {error}") from error
-    return wrapped
+
+
+def add_reference_adapter(model: Any, path: str) -> None:
+    """Load a frozen adapter beside the trained one. Raises ValueError where it is missing or does not fit."""
+    try:
+        model.load_adapter(path, adapter_name=REFERENCE, is_trainable=False, use_safetensors=True)
+        model.set_adapter("default")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"'model.reference_adapter': {path} cannot be loaded: {error}") from error
 
 
 def adapter_switch(model: Any) -> Callable[[], Any]:
-    """A context in which a PeftModel is the reference policy: adapters off, or the frozen copy of a trained one."""
-    if "reference" not in getattr(model, "peft_config", {}):
+    """A context in which a PeftModel is the reference policy: adapters off, or the frozen one in place of the trained one."""
+    if REFERENCE not in getattr(model, "peft_config", {}):
         return model.disable_adapter
 
     @contextmanager
     def use_reference() -> Iterator[None]:
-        model.set_adapter("reference", inference_mode=True)
+        model.set_adapter(REFERENCE, inference_mode=True)
         try:
             yield
         finally:

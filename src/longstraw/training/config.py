@@ -226,6 +226,12 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.lora and config.model.adapter:
         yield "'lora' makes new adapters and 'model.adapter' goes on with a trained one. Remove one of them."
+    if config.model.reference_adapter and not (config.beta > 0 and (config.lora or config.model.adapter)):
+        yield (
+            "'model.reference_adapter' is the reference of the KL term between adapters. Set beta above 0 and train "
+            "an adapter "
+            "(`lora` or model.adapter), or remove it."
+        )
     if config.reward_weights is not None and len(config.reward_weights) != len(config.reward_funcs):
         yield (
             f"'reward_weights' has {len(config.reward_weights)} values for {len(config.reward_funcs)} reward "

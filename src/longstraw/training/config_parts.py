@@ -77,6 +77,11 @@ class ModelConfig(StrictGroup):
     adapter: str | None = Field(
         default=None, description="A trained PEFT adapter to go on training (folder or hub name)."
     )
+    reference_adapter: str | None = Field(
+        default=None,
+        description="With beta above 0: a PEFT adapter that is the reference policy. Default: the model without "
+        "adapters, or `adapter` as it came.",
+    )
     gguf_file: str | None = Field(default=None, description="Name of a GGUF file inside `path`; it is dequantized.")
     quantization: Literal["nf4"] | None = Field(
         default=None,
@@ -136,8 +141,8 @@ class DatasetConfig(StrictGroup):
 
     shorthand: ClassVar[str | None] = "source"
     source: str = Field(
-        description="A .jsonl file; a folder or hub name for datasets.load_dataset; or 'module:function', a function "
-        "that returns rows. Each has a `prompt` (text, chat messages or token ids); other columns go to the rewards."
+        description="A .jsonl, .json, .parquet or .csv file; a folder or hub name for datasets.load_dataset; or "
+        "'module:function', a function that returns rows. Each has a `prompt` (text, chat messages or token ids); other columns go to the rewards."
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for the function, or for datasets.load_dataset."

@@ -17,6 +17,7 @@ from longstraw.training.locate import is_function_reference, load_function
 from longstraw.training.text import TextCodec
 
 Row = dict[str, Any]
+_FILE_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def read_rows(config: DatasetConfig, option: str) -> list[Row]:
     if is_function_reference(source):
         rows = _rows_of_function(config, key)
     elif source.endswith((".jsonl", ".json")):
-        rows = _rows_of_json_lines(Path(source), key)
+        rows = _rows_of_json(Path(source), key)
     else:
         rows = _rows_of_datasets(config, key)
     if not rows:
@@ -170,9 +171,16 @@ def _rows_of_function(config: DatasetConfig, key: str) -> list[Row]:
     return [dict(row) if hasattr(row, "keys") else row for row in rows]
 
 
-def _rows_of_json_lines(path: Path, key: str) -> list[Row]:
+def _rows_of_json(path: Path, key: str) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"'{key}' is {path}, a file that does not exist. Give the path from the working directory.")
+    if path.suffix == ".json":
+        try:
+            array = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            array = None  # lines, then
+        if isinstance(array, list):
+            return array
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -195,6 +203,9 @@ def _rows_of_datasets(config: DatasetConfig, key: str) -> list[Row]:
         if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(config.source)
             loaded = loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        elif folder.suffix in _FILE_BUILDERS:
+            builder = _FILE_BUILDERS[folder.suffix]
+            loaded = datasets.load_dataset(builder, data_files=config.source, split=config.split, **config.args)
         else:
             loaded = datasets.load_dataset(config.source, split=config.split, **config.args)
     except Exception as error:  # the library raises its own kinds for each way to fail

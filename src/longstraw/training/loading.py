@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longstraw.training.adapters import add_lora, load_adapter
+from longstraw.training.adapters import add_lora, add_reference_adapter, load_adapter
 from longstraw.training.config import TrainConfig
 from longstraw.training.config_parts import ModelConfig
 from longstraw.training.locate import install_command, is_function_reference, load_function, resolve_path
@@ -73,9 +73,12 @@ def load_policy(config: TrainConfig) -> Policy:
         model = _from_pretrained(path, options, device)
         tokenizer = _load_tokenizer(path, options)
     if options.adapter:
-        model = load_adapter(model, resolve_path(options.adapter, "model.adapter"), with_reference=config.beta > 0)
+        model = load_adapter(model, resolve_path(options.adapter, "model.adapter"))
     elif config.lora:
         model = add_lora(model, config.lora)
+    reference = options.reference_adapter or (options.adapter if config.beta > 0 else None)
+    if reference:
+        add_reference_adapter(model, resolve_path(reference, "model.reference_adapter"))
     model.eval()
     _check_trainable(model, options)
     return Policy(model, tokenizer, _stop_ids(model, tokenizer, config.stop_token_ids), device)

@@ -92,6 +92,7 @@ class Trainer:
         self._loss = config.policy_loss()
         self._interrupts = Interrupts()
         self._step_rng = RngState.capture()
+        self._history: list[Row] = run.metrics.rows()
 
     def resume(self) -> int:
         """Go back to the newest sound checkpoint, or to the start if there is none. Returns the step.
@@ -102,6 +103,7 @@ class Trainer:
         checkpoint = load_newest(self.run.checkpoints)
         if checkpoint is None:
             self.run.drop_after(-1)
+            self._history = []
             return 0
         if checkpoint.state["prompts"] != self._fingerprint:
             raise ValueError(
@@ -120,6 +122,7 @@ class Trainer:
         restore_rng(checkpoint)
         self._step_rng = RngState.capture()
         self.run.drop_after(checkpoint.step)
+        self._history = self.run.metrics.rows()
         return checkpoint.step
 
     def train(self) -> None:
@@ -219,7 +222,7 @@ class Trainer:
                 "peak_memory_bytes": phases.peak_bytes,
                 **phases.metrics(),
             }
-            self.run.metrics.append(row)
+            self._log(row)
             if fresh and self.config.log_completions:
                 self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
         self.reporter.step(row, self.num_steps)
@@ -233,12 +236,16 @@ class Trainer:
             or step >= self.num_steps
             or (every is not None and step > 0 and step % every == 0)
         )
-        return due and not any(row["step"] == step and evaluated_names(row) for row in self.run.metrics.rows())
+        return due and not any(row["step"] == step and evaluated_names(row) for row in self._history)
 
     def _evaluate(self, step: int) -> None:
         row = {"step": step, **self.evaluator.run(self._trainer_state())}
-        self.run.metrics.append(row)
+        self._log(row)
         self.reporter.evaluation(row)
+
+    def _log(self, row: Row) -> None:
+        self.run.metrics.append(row)
+        self._history.append(row)
 
     def _trainer_state(self) -> TrainerState:
         progress = self.progress
@@ -247,4 +254,5 @@ class Trainer:
             global_step=progress.step,
             max_steps=self.num_steps,
             num_input_tokens_seen=progress.num_tokens,
+            log_history=self._history,
         )
