@@ -55,7 +55,7 @@ def add_reference_adapter(model: Any, path: str) -> None:
 
 
 def adapter_switch(model: Any) -> Callable[[], Any]:
-    """A context in which a PeftModel is the reference policy: adapters off, or the frozen one in place of the trained one."""
+    """A context in which a PeftModel is the reference policy: adapters off, or the frozen one active."""
     if REFERENCE not in getattr(model, "peft_config", {}):
         return model.disable_adapter
 

@@ -142,7 +142,8 @@ class DatasetConfig(StrictGroup):
     shorthand: ClassVar[str | None] = "source"
     source: str = Field(
         description="A .jsonl, .json, .parquet or .csv file; a folder or hub name for datasets.load_dataset; or "
-        "'module:function', a function that returns rows. Each has a `prompt` (text, chat messages or token ids); other columns go to the rewards."
+        "'module:function', a function that returns rows. Each has a `prompt` (text, chat messages or token "
+        "ids); other columns go to the rewards."
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for the function, or for datasets.load_dataset."
