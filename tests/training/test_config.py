@@ -83,7 +83,7 @@ def test_combinations_that_cannot_be() -> None:
     assert "'model.reference_adapter'" in message("model.reference_adapter=there", "lora.r=8")
     assert "'dynamic_sampling'" in message("dynamic_sampling=true", "beta=0.1")
     assert "exclude each other" in message("model.gguf_file=a.gguf", "model.quantization=nf4", "lora.r=8")
-    assert "'warmup_steps' (9) exceeds 'max_steps' (5)" in message("warmup_steps=9", "max_steps=5")
+    assert "give a whole number of steps, or a share below 1" in message("warmup_steps=9.5")
     assert "would repeat one completion" in message("eval.a.source=x", "eval.a.num_generations=2")
 
 

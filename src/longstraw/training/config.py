@@ -242,8 +242,6 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield "'max_steps' is 0: there is nothing to do. Set it to 1 or more, or to -1 to go by num_train_epochs."
     if config.warmup_steps >= 1 and config.warmup_steps != int(config.warmup_steps):
         yield f"'warmup_steps' is {config.warmup_steps}: give a whole number of steps, or a share below 1."
-    if config.max_steps > 0 and config.warmup_steps > config.max_steps:
-        yield f"'warmup_steps' ({config.warmup_steps:g}) exceeds 'max_steps' ({config.max_steps}). Lower warmup_steps."
     if config.max_prompt_length is not None and config.min_prompt_length > config.max_prompt_length:
         yield "'min_prompt_length' exceeds 'max_prompt_length': no prompt could pass. Lower min_prompt_length."
     if config.eval_steps is not None and not config.eval:
