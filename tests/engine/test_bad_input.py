@@ -333,3 +333,35 @@ def test_a_full_disk_at_capture(model: Any, tmp_path: Any, monkeypatch: pytest.M
         with pytest.raises(OSError, match=f"bytes of pages in {tmp_path}.*No space left.*page_dir"):
             engine.capture(WHAT.prompt)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_state_of_another_model(engine: longstraw.Engine) -> None:
+    """Of the same shape even, it would give numbers that mean nothing; another engine on the same model may use it."""
+    other = build("llama", seed=1, dtype=torch.float32)
+    with longstraw.Engine(other).capture(WHAT.prompt) as state:
+        for call in (
+            lambda: engine.score(state, WHAT.responses),
+            lambda: engine.sample(state, num=1, max_new_tokens=1),
+            lambda: engine.backward(state, WHAT.responses, WHAT.objective),
+        ):
+            with pytest.raises(ValueError, match="captured with another model"):
+                call()
+        longstraw.Engine(other, block_tokens=3).score(state, WHAT.responses)
+        longstraw.Engine(get_peft_model(other, LoraConfig(target_modules=["q_proj"]))).score(state, WHAT.responses)
+
+
+def test_ids_are_copied(engine: longstraw.Engine) -> None:
+    ids = WHAT.prompt.clone()
+    with engine.capture(ids) as state:
+        ids.fill_(0)
+        assert torch.equal(state.prompt_ids, WHAT.prompt)
+
+
+def test_configs_that_ask_for_other_outputs(model: Any) -> None:
+    engine = longstraw.Engine(model)
+    with engine.capture(WHAT.prompt) as state:
+        expected = engine.score(state, WHAT.responses)
+    model.config.return_dict = False
+    model.config.output_hidden_states = True
+    with engine.capture(WHAT.prompt) as state:
+        assert all(torch.equal(a, b) for a, b in zip(engine.score(state, WHAT.responses), expected))

@@ -79,7 +79,7 @@ def token_ids(what: str, ids: Any, vocab_size: int) -> torch.Tensor:
         raise ValueError(f"{what} has shape {tuple(tensor.shape)}: pass one-dimensional token ids")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{what} has dtype {tensor.dtype}: pass whole-number token ids")
-    tensor = tensor.long()
+    tensor = tensor.to(torch.long, copy=True)  # the caller may go on writing to what it passed
     bad = ((tensor < 0) | (tensor >= vocab_size)).nonzero()
     if len(bad):
         place = int(bad[0])

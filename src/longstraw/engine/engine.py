@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,7 @@ class Engine:
         store = PageStore(self.host.device, self.tier, self.page_dir, self.tier_bytes)
         chain = self.host.new_chain(store, first_live)
         state = ResidentState(ids, chain, store, first_live, self.host.parameter_version())
+        state.backbone = weakref.ref(self.host.backbone)
         state.graphs = graphs = SegmentGraphs(self.retain_graph_bytes, first_live, len(segments))
         try:
             with self.meter.phase("capture"), self.host.running():
@@ -177,7 +179,7 @@ class Engine:
         Raises:
             ValueError: an argument is out of range, or the prompt and `max_new_tokens` exceed the model's range.
         """
-        self._refuse_released(state)
+        self._refuse_foreign(state)
         how = Sampling(
             num, max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, self._stops(stop_ids)
         )
@@ -234,7 +236,7 @@ class Engine:
         Args:
             num_segments: random segments to recompute; each costs its share of a capture.
         """
-        self._refuse_released(state)
+        self._refuse_foreign(state)
         checks.positive("num_segments", num_segments, "segments")
         with self.meter.phase("probe"), self.host.running():
             return probe(self.host, state, num_segments, seed)
@@ -262,7 +264,7 @@ class Engine:
     def _bundles(
         self, state: ResidentState, responses: Sequence[Any]
     ) -> tuple[list[branches.Bundle], list[torch.Tensor]]:
-        self._refuse_released(state)
+        self._refuse_foreign(state)
         ids = checks.responses(responses, self.host.vocab_size)
         checks.length(self.host, len(state), max(r.numel() for r in ids), "response")
         return branches.pack(int(state.prompt_ids[-1]), ids, self.block_tokens, self.host.device), ids
@@ -379,6 +381,11 @@ class Engine:
             return ()
         return (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
 
-    def _refuse_released(self, state: ResidentState) -> None:
+    def _refuse_foreign(self, state: ResidentState) -> None:
         if state.released:
             raise ValueError("this state was released: capture the prompt again")
+        if state.backbone() is not self.host.backbone:
+            raise ValueError(
+                "this state was captured with another model, whose keys and values it holds: capture the prompt with "
+                "this engine, as every model (policy, reference) needs a state of its own"
+            )

@@ -120,7 +120,7 @@ class ModelHost:
         positions = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)[None]
         try:
             return self.backbone(
-                input_ids=ids_BT, position_ids=positions, cache=cache, use_cache=True
+                input_ids=ids_BT, position_ids=positions, cache=cache, use_cache=True, return_dict=True
             ).last_hidden_state
         except PieceComplete:
             return None

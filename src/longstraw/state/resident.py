@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class ResidentState:
         store: the pages.
         first_live: the first segment that gradients flow into; the number of segments when none do.
         parameter_version: what `ModelHost.parameter_version` was at capture: the state is stale once it differs.
+        backbone: a weak reference to the model that it was captured with.
         checkpoint_stride: carried states are kept at every so many segment boundaries; None while there are none.
     """
 
@@ -32,6 +34,7 @@ class ResidentState:
         self.store = store
         self.first_live = first_live
         self.parameter_version = parameter_version
+        self.backbone: Callable[[], Any] = lambda: None
         self.checkpoint_stride: int | None = None
         self.graphs: Any = None  # the engine's: segments that keep their graph
         self._released = False
