@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import Workload
+from benchmarks.workload import TextWorkload, Workload, from_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,13 +28,15 @@ class Spec:
     """
 
     method: str
-    workload: Workload
+    workload: Workload | TextWorkload
     options: dict[str, Any] = field(default_factory=dict)
     gradient: Path | None = None
 
 
 def measure(spec: Spec) -> dict[str, Any]:
     """Seconds, peak private bytes above the built model, and both by phase, from a fresh process.
+
+    With `report_progress` among the options, what the process says on standard error is passed on.
 
     Raises:
         RuntimeError: the process failed; its last words are in the message.
@@ -48,41 +50,48 @@ def measure(spec: Spec) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="longstraw-benchmark-") as folder:
         path, result = Path(folder, "spec.json"), Path(folder, "row.json")
         path.write_text(json.dumps(request | {"result": str(result)}))
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.measure", str(path)], cwd=ROOT, capture_output=True, text=True
-        )
+        command = [sys.executable, "-m", "benchmarks.measure", str(path)]
+        live = spec.options.get("report_progress", False)
+        done = subprocess.run(command, cwd=ROOT, stderr=None if live else subprocess.PIPE, text=True)
         if done.returncode or not result.exists():
-            raise RuntimeError(f"{spec.method} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+            said = "see above" if live else done.stderr[-3000:]
+            raise RuntimeError(f"{spec.method} ended with exit code {done.returncode}:\n{said}")
         return json.loads(result.read_text())
 
 
-def _child(path: str) -> None:
-    request = json.loads(Path(path).read_text())
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+def measure_here(spec: Spec) -> dict[str, Any]:
+    """What `measure` returns, measured in this process, whose earlier work may hide memory."""
     import torch
 
     from benchmarks.memory import Watcher
     from benchmarks.methods import METHODS
 
-    workload = Workload(**request["workload"])
-    model, group = workload.model(), workload.data()
-    step = METHODS[request["method"]](model, **request["options"])
+    model, group = spec.workload.model(), spec.workload.data()
+    step = METHODS[spec.method](model, **spec.options)
     step(group.head(64, 2, 16), Watcher())  # loads kernels and starts threads
     model.zero_grad(set_to_none=True)
     with Watcher() as watcher:
-        step(group, watcher)
-    if request["gradient"]:
+        facts = step(group, watcher)
+    if spec.gradient is not None:
         from safetensors.torch import save_file
 
-        save_file({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, request["gradient"])
-    row = {
+        save_file({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, spec.gradient)
+    return {
         "seconds": watcher.seconds,
         "peak_bytes": watcher.peak_bytes,
+        "base_bytes": watcher.base_bytes,
         "phases": {name: vars(cost) for name, cost in watcher.phases.items()},
         "threads": torch.get_num_threads(),
+        **(facts or {}),
     }
-    Path(request["result"]).write_text(json.dumps(row))
+
+
+def _child(path: str) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    request = json.loads(Path(path).read_text())
+    gradient = Path(request["gradient"]) if request["gradient"] else None
+    spec = Spec(request["method"], from_dict(request["workload"]), request["options"], gradient)
+    Path(request["result"]).write_text(json.dumps(measure_here(spec)))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Watcher:
         self.phases: dict[str, PhaseCost] = {}
         self._phase = ""
         self._since = 0.0
-        self._base = 0
+        self.base_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -77,7 +77,7 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         settle()
-        self._base = private_resident()
+        self.base_bytes = private_resident()
         self._thread.start()
         return self
 
@@ -97,4 +97,4 @@ class Watcher:
     def _sample(self) -> None:
         phase = self.phases.get(self._phase)
         if phase is not None:
-            phase.peak_bytes = max(phase.peak_bytes, private_resident() - self._base)
+            phase.peak_bytes = max(phase.peak_bytes, private_resident() - self.base_bytes)

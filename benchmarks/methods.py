@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from benchmarks.memory import Watcher
 from benchmarks.workload import CLIP, Group
 
-Step = Callable[[Group, Watcher], None]
+Facts = dict[str, Any]
+Step = Callable[[Group, Watcher], Facts | None]
+"""Adds the group's gradient to `.grad`, tells the watcher its phases, and returns what else a row should say."""
 
 
 def conventional(model: Any) -> Step:
@@ -50,14 +53,20 @@ def constant_prompt(model: Any) -> Step:
     return step
 
 
-def longstraw(model: Any, **options: Any) -> Step:
-    """The engine with these options: capture, score, replay and, for `prompt_grad="full"`, sweep."""
+def longstraw(model: Any, report_progress: bool = False, **options: Any) -> Step:
+    """The engine with these options: capture, score, replay and, unless `prompt_grad="none"`, sweep.
+
+    Args:
+        report_progress: tell phase and tokens on standard error, for runs of minutes.
+    """
     from longstraw import Engine
     from longstraw.objective import Normalizer, PolicyLoss
 
     policy_loss = PolicyLoss(loss_type="dapo", epsilon=CLIP)
 
-    def step(group: Group, watcher: Watcher) -> None:
+    def step(group: Group, watcher: Watcher) -> Facts:
+        most: Facts = {}
+
         def objective(logps: list[torch.Tensor]) -> torch.Tensor:
             normalizer = Normalizer(len(logps), group.num_tokens)
             loss, _ = policy_loss(logps, group.advantages, normalizer, old_logps=group.old_logps)
@@ -65,16 +74,30 @@ def longstraw(model: Any, **options: Any) -> Step:
             return loss
 
         def progress(phase: str, done: int, total: int) -> None:
-            if phase == "replay" and done == total and engine.prompt_grad != "none":
-                watcher.enter("sweep")
+            if report_progress:
+                print(f"\r{phase}: {done:,} of {total:,} tokens ", end="", file=sys.stderr, flush=True)
+            if phase == "replay" and done == total:
+                _note_bytes(most, state.nbytes)
+                if engine.prompt_grad != "none":
+                    watcher.enter("sweep")
 
         engine = Engine(model, progress=progress, **options)
         watcher.enter("capture")
         with engine.capture(group.prompt) as state:
+            _note_bytes(most, state.nbytes)
             watcher.enter("score")
-            engine.backward(state, group.responses, objective)
+            outcome = engine.backward(state, group.responses, objective)
+        return {"state_bytes": most, "loss": float(outcome.loss)}
 
     return step
+
+
+def _note_bytes(most: Facts, nbytes: dict[str, dict[str, int]]) -> None:
+    """The most bytes seen at a time, by kind of state and tier."""
+    for kind, tiers in nbytes.items():
+        for tier, count in tiers.items():
+            seen = most.setdefault(kind, {})
+            seen[tier] = max(count, seen.get(tier, 0))
 
 
 def packed(model: Any) -> Step:

@@ -57,10 +57,11 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> Any:
-        out, lse = kernels.part_forward(*(layout.prompt(x) for x in (q, k, v)), scale, causal=True)
-        own, own_lse = kernels.part_forward(*(layout.rows(x) for x in (q, k, v)), scale, causal=True)
+        prompt_k, prompt_v = layout.prompt(k), layout.prompt(v)
+        out, lse = kernels.part_forward(layout.prompt(q), prompt_k, prompt_v, scale, causal=True)
+        own, own_lse = kernels.part_forward(layout.rows(q), layout.rows(k), layout.rows(v), scale, causal=True)
         merged = Merge(unrow(own), unrow(own_lse[..., None])[..., 0])
-        merged.add(*kernels.part_forward(layout.flat(q), layout.prompt(k), layout.prompt(v), scale, causal=False))
+        merged.add(*kernels.part_forward(layout.flat(q), prompt_k, prompt_v, scale, causal=False))
         out, lse = torch.cat([out, merged.out], 2), torch.cat([lse, merged.lse], 2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale = layout, scale
@@ -74,8 +75,8 @@ class _PackedAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
 
         def part(queries: Any, keys: Any, causal: bool) -> tuple[torch.Tensor, ...]:
-            asked = [queries(x) for x in (grad, q, out, lse)]
-            return kernels.part_backward(*asked[:2], keys(k), keys(v), asked[2], asked[3][..., 0], scale, causal)
+            whole = queries(out), queries(lse)[..., 0]
+            return kernels.part_backward(queries(grad), queries(q), keys(k), keys(v), *whole, scale, causal)
 
         dq, dk, dv = part(layout.prompt, layout.prompt, True)
         flat_dq, prompt_dk, prompt_dv = part(layout.flat, layout.prompt, False)

@@ -1,4 +1,4 @@
-"""The model and the data that every method is given: one GRPO gradient step on a group of responses to one prompt."""
+"""The models and the data that methods are given: one GRPO gradient step on a group of responses to one prompt."""
 
 from __future__ import annotations
 
@@ -64,14 +64,85 @@ class Workload:
         vocab = 4096
         prompt = torch.randint(0, vocab, (self.prompt,), generator=generator)
         responses = [torch.randint(0, vocab, (self.response,), generator=generator) for _ in range(self.group)]
-        # A random model is close to uniform. Noise makes the old policy stale enough for the clip to hold some tokens.
-        uniform = -torch.log(torch.tensor(float(vocab)))
-        old = [uniform + 0.1 * torch.randn(self.response, generator=generator) for _ in responses]
-        rewards = torch.rand(self.group, generator=generator)
-        return Group(prompt, responses, old, (rewards - rewards.mean()) / (rewards.std() + 1e-4))
+        return _group(prompt, responses, vocab, self.seed)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"kind": "random", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class TextWorkload:
+    """Real text, byte by byte, and a hybrid so small that a million tokens of it can be trained on here.
+
+    The text is Python's own language reference (`pydoc_data.topics`, some 470,000 bytes of UTF-8), topics in
+    alphabetical order, from the start again where it ends. Vocabulary: the 256 bytes. The responses are other passages.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        group: responses to it.
+        response: tokens of each.
+        seed: of the weights and of the numbers.
+    """
+
+    prompt: int = 1 << 20
+    group: int = 4
+    response: int = 256
+    seed: int = 0
+
+    def model(self) -> Any:
+        """Two GatedDeltaNet layers and one of full attention (one head of 32), hidden size 64, float32."""
+        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+        torch.manual_seed(self.seed)
+        config = Qwen3_5TextConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=32,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            max_position_embeddings=1 << 21,
+        )
+        return Qwen3_5ForCausalLM(config).eval()
+
+    def data(self) -> Group:
+        text = topics()
+        prompt = text.repeat(-(-self.prompt // text.numel()))[: self.prompt]
+        starts = [(index + 1) * text.numel() // (self.group + 1) for index in range(self.group)]
+        return _group(prompt, [text[start : start + self.response] for start in starts], 256, self.seed)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": "text", **asdict(self)}
+
+
+def from_dict(fields: dict[str, Any]) -> Workload | TextWorkload:
+    """The inverse of `as_dict`."""
+    kinds: dict[str, Any] = {"random": Workload, "text": TextWorkload}
+    return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
+
+
+def topics() -> torch.Tensor:
+    """Every topic of `pydoc_data.topics` as bytes, [N] int64."""
+    from pydoc_data.topics import topics as pages
+
+    text = "\n\n".join(f"{name}\n\n{pages[name]}" for name in sorted(pages))
+    return torch.tensor(list(text.encode()))
+
+
+def _group(prompt: torch.Tensor, responses: list[torch.Tensor], vocab: int, seed: int) -> Group:
+    """Adds what an update finds beside the tokens: old log-probabilities and advantages."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    # A random model is close to uniform. Noise makes the old policy stale enough for the clip to hold some tokens.
+    uniform = -torch.log(torch.tensor(float(vocab)))
+    old = [uniform + 0.1 * torch.randn(response.numel(), generator=generator) for response in responses]
+    rewards = torch.rand(len(responses), generator=generator)
+    return Group(prompt, responses, old, (rewards - rewards.mean()) / (rewards.std() + 1e-4))
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,6 @@ def test_a_process_of_its_own(tmp_path):
     spec = Spec("longstraw", workload, {"prompt_grad": "none", **PIECES}, tmp_path / "gradient")
     row = measure(spec)
     assert row["peak_bytes"] > 0 and row["seconds"] > 0 and (tmp_path / "gradient").exists()
-    with pytest.raises(RuntimeError, match="prompt_grad"):
-        measure(Spec("longstraw", workload, {"prompt_grad": "some"}))
 
 
 def test_bad_workloads_are_named():
