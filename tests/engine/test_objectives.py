@@ -53,11 +53,13 @@ def test_cotangents_are_what_the_objective_says() -> None:
     assert all(not x.requires_grad for x in outcome.logps)
 
 
-def test_a_zero_gradient_is_zero() -> None:
+def test_a_zero_gradient_is_zero_and_costs_no_replay() -> None:
     """Equal rewards: the loss has a gradient function, and its gradient is 0 everywhere."""
+    phases: list[str] = []
     model, what = build("qwen3_5"), Group(WHAT.prompt, WHAT.responses, lambda logps: 0.0 * torch.cat(logps).sum())
-    outcome, found = engine_step(model, what, **PIECES)
+    outcome, found = engine_step(model, what, progress=lambda phase, *_: phases.append(phase), **PIECES)
     assert outcome.loss == 0 and all((gradient == 0).all() for gradient in found.values())
+    assert "sweep" not in phases
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -157,3 +157,18 @@ def test_the_model_keeps_no_graph(option: str) -> None:
 def test_budgets_are_bytes(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}={value!r}.*bytes"):
         longstraw.Engine(build("llama", dtype=torch.float32), **{name: value})
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3_5"])
+def test_states_at_boundaries_stay_within_their_bytes(family: str) -> None:
+    """Where a stride fits at all; a window is counted full, although the first pieces leave less than one."""
+    model = build(family, dtype=torch.float32)
+    kind = "window" if family == "mistral" else "recurrent"
+    with longstraw.Engine(model, segment_tokens=5).capture(what().prompt) as state:
+        every = state.nbytes[kind]["device"]
+        assert state.checkpoint_stride == 1
+    for checkpoint_bytes in (every * 9 // 10, every * 11 // 10, every * 2):
+        engine = longstraw.Engine(model, segment_tokens=5, checkpoint_bytes=checkpoint_bytes)
+        with engine.capture(what().prompt) as state:
+            assert state.nbytes[kind]["device"] <= checkpoint_bytes
+            assert state.checkpoint_stride == 1 or checkpoint_bytes < every * 2

@@ -218,7 +218,8 @@ class Engine:
                 with self.meter.phase("replay"):
                     self._replay(state, bundles, cotangents, temperature, kept)
                 with self.meter.phase("sweep"):
-                    self._sweep(state)
+                    if any(bool(c.any()) for c in cotangents):
+                        self._sweep(state)
         except BaseException:
             chain.drop_cotangents()
             for index in range(chain.num_pieces):

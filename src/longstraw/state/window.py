@@ -33,6 +33,12 @@ class WindowChain(CarriedChain):
     def live(self, start: Tensors | None, rows: int) -> LiveWindow:
         return LiveWindow(self.size, start, rows)
 
+    def state_nbytes(self, index: int) -> int:
+        """As of a full window: the first pieces of a prompt leave less."""
+        page = self._states[index]
+        num_held = self.store.fetch(page)[0].shape[-2]
+        return page.nbytes * (self.size - 1) // max(1, num_held)
+
 
 class LiveWindow(LiveLayer, CacheLayerMixin):
     """Attends over the carried tail and the live piece, and carries the new tail on."""
