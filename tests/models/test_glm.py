@@ -223,7 +223,24 @@ def test_parameters_without_a_gradient_are_named() -> None:
     longstraw.Engine(frozen)
 
 
+def test_a_choice_shared_before_it_is_made_is_refused() -> None:
+    model = build("glm_moe_dsa", indexer_types=["shared", "full", "shared", "shared", "full"])
+    with pytest.raises(ValueError, match="indexer_types"):
+        longstraw.Engine(model)
+
+
 def test_an_expansion_with_a_bias_is_refused() -> None:
     model = with_lora(build("deepseek_v3"), ["kv_b_proj"], lora_bias=True)
     with pytest.raises(ValueError, match="kv_b_proj has a bias"):
         longstraw.Engine(model).capture(torch.arange(5))
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("option", [dict(checkpoint_layers=True), dict(retain_graph_bytes=1 << 40)])
+def test_memory_options_change_no_bit(family: str, option: dict[str, Any]) -> None:
+    model, what = build(family), group()
+    outcome, expected = engine_step(model, what, segment_tokens=17, block_tokens=8)
+    again, found = engine_step(model, what, segment_tokens=17, block_tokens=8, **option)
+    assert torch.equal(again.loss, outcome.loss)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name

@@ -100,3 +100,25 @@ def test_bfloat16_errs_no_more_than_stock_training(family: str) -> None:
         errors["stock"].append(reference.relative_error(stock, expected))
         errors["ours"].append(reference.relative_error(found, expected))
     assert sum(errors["ours"]) <= 1.2 * sum(errors["stock"]), errors
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v3"])
+def test_adapters_on_four_bit_weights(family: str) -> None:
+    quantized = pytest.importorskip("bitsandbytes").nn
+    sizes = dict(
+        hidden_size=64, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16
+    )
+    model = build(family, dtype=torch.float32, **sizes)
+    for layer in model.model.layers:
+        for name in ("kv_b_proj", "o_proj"):
+            weight = getattr(layer.self_attn, name).weight.data
+            linear = quantized.Linear4bit(*weight.shape[::-1], bias=False, compute_dtype=torch.float32)
+            linear.weight = quantized.Params4bit(weight, requires_grad=False, quant_type="nf4")
+            linear = linear.to("cpu")
+            linear.support_avx512bf16_for_cpu = False  # its kernel for inference has no backward
+            setattr(layer.self_attn, name, linear)
+    model, what = with_lora(model, ["kv_b_proj", "o_proj", "kv_a_proj_with_mqa"], torch.float32), group()
+    _, _, expected = reference.step(model, what.prompt, what.responses, what.objective)
+    _, found = engine_step(model, what, segment_tokens=17, block_tokens=8)
+    assert any("kv_b_proj.lora" in name for name in expected)
+    reference.assert_same_gradients(found, expected, 5e-5)

@@ -26,7 +26,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """Latents in every layer; what a layer's indexer adds follows from what it writes."""
+    """Latents in every layer; what a layer's indexer adds follows from what it writes.
+
+    Raises:
+        ValueError: the first layer shares a choice that no layer before it made.
+    """
+    if (getattr(config, "indexer_types", None) or ["full"])[0] == "shared":
+        raise ValueError('indexer_types starts with "shared": the first layer needs an indexer of its own ("full")')
     return [LatentChain] * config.num_hidden_layers
 
 
@@ -94,7 +100,11 @@ def _forward(
         query_BTHD, weights_BTH, keys_BTD = _index(self, hidden_states, residual, position_embeddings)
         live.write(latents_BTE, keys_BTD)
         assert live.index_keys is not None
-        chosen_BTK = indexer.choose(query_BTHD, weights_BTH, live.index_keys, live.index_prefix, chooser.index_topk)
+        chosen_BTK = live.chosen
+        if chosen_BTK is None:
+            chosen_BTK = indexer.choose(query_BTHD, weights_BTH, live.index_keys, live.index_prefix, chooser.index_topk)
+        if torch.is_grad_enabled():  # the layer may be computed once more, for its backward pass
+            live.chosen = chosen_BTK
 
     w_k_HDC, w_v_HVC = live.weights or _expansion(self, hidden_states.dtype)
     if live.decodes:

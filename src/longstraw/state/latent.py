@@ -95,6 +95,7 @@ class LiveLatent(LiveLayer):
         index_prefix: pages (index keys [R, S, D],); none where the layer runs no indexer.
         latents: [B, S, E] of the live tokens, here those of the piece.
         index_keys: [B, S, D], detached; None where the layer runs no indexer.
+        chosen: [B, T, K] positions that the layer's indexer chose, where the model's adapter keeps them.
         weights: the attention's expansion weights, where the model's adapter keeps them from token to token.
     """
 
@@ -105,6 +106,7 @@ class LiveLatent(LiveLayer):
         self.index_prefix = index_prefix
         self.latents: torch.Tensor | None = None
         self.index_keys: torch.Tensor | None = None
+        self.chosen: torch.Tensor | None = None
         self.weights: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def write(self, latents: torch.Tensor, index_keys: torch.Tensor | None) -> None:
