@@ -234,3 +234,12 @@ def test_pages_are_not_copied_per_row(float64_inside: None) -> None:
         engine.sample(state, num=16, max_new_tokens=2, stop_ids=())
     keys_of_one_page = 2 * 500 * 8
     assert largest.numel < 16 * keys_of_one_page / 2
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    model = build("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = float("nan")
+    engine = longstraw.Engine(model)
+    with engine.capture(range(5)) as state, pytest.raises(FloatingPointError, match="diverged"):
+        engine.sample(state, num=2, max_new_tokens=2)

@@ -105,15 +105,21 @@ class ModelHost:
         """
         self._refuse_dropout()
         training = [module for module in self.model.modules() if module.training]
+        # In evaluation mode on some CPUs bitsandbytes repacks 4-bit weights for a kernel without a backward.
+        repacking = [m for m in self.model.modules() if getattr(m, "support_avx512bf16_for_cpu", False)]
         try:
             for module in training:
                 module.training = False
+            for module in repacking:
+                module.support_avx512bf16_for_cpu = False
             layers = checkpointed_layers(self.backbone) if self.checkpoint_layers else nullcontext()
             with self.family.adapted(self.backbone), layers:
                 yield
         finally:
             for module in training:
                 module.training = True
+            for module in repacking:
+                module.support_avx512bf16_for_cpu = True
 
     def forward(self, ids_BT: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
         """Hidden states [B, T, E] of a piece whose first token stands at `start`; None if its output is not read."""

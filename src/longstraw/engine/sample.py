@@ -91,6 +91,11 @@ def sample(
         hidden_B1E = host.forward(inputs_B1, state.chain.stop + step, cache)
         assert hidden_B1E is not None
         logits_BV = host.head(hidden_B1E[:, 0])
+        if logits_BV.isnan().any():
+            raise FloatingPointError(
+                f"logits at token {step} of a response to the prompt of {len(state)} tokens are not numbers: "
+                "its weights have diverged, or its dtype is too narrow"
+            )
         uniforms = torch.rand(how.num, generator=generator, dtype=torch.float64)  # a column a step, whoever still runs
         picked_B = draw(logits_BV, uniforms[running].to(device), how, seen_BV)
         logps_B = logprobs.token_logps(logits_BV, picked_B, how.temperature or 1.0).cpu()
