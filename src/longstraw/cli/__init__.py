@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from longstraw.cli.config import config
+from longstraw.cli.report import report
 from longstraw.cli.train import train
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(config)
+app.command()(report)
 
 
 def main() -> None:
