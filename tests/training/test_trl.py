@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import yaml
 from helpers import metrics, run
+
+from longstraw.training.config import TrainConfig
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -111,3 +116,16 @@ def test_losses_and_gradient_norms_are_trls(tmp_path: Path, saved: Path, variant
         for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio"):
             if name in row and name in twin:
                 assert row[name] == pytest.approx(twin[name], abs=1e-6), f"{name} at step {row['step']}"
+
+
+def test_the_documented_defaults_are_trls() -> None:
+    document = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    section = document.split("### The same name, meaning and default")[1].split("###")[0]
+    named = re.findall(r"`(\w+)` ([^\s,(|]+)", section)
+    assert len(named) > 25
+    fields = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+    defaults = TrainConfig.model_fields
+    for name, text in named:
+        value = yaml.safe_load(text) if name not in ("learning_rate", "adam_epsilon") else float(text)
+        assert defaults[name].get_default() == value, name
+        assert fields[name].default == value, f"TRL's {name} is {fields[name].default}"
