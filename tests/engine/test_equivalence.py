@@ -46,6 +46,19 @@ def test_block_size(family: str, size: int) -> None:
     reference.assert_same_gradients(found, expected, EXACT)
 
 
+@pytest.mark.parametrize("block_tokens, num_runs", [(4, 8), (8, 4), (32, 1), (1000, 1), (3, 16)])
+def test_responses_that_fit_into_a_block_run_side_by_side(block_tokens: int, num_runs: int) -> None:
+    """Eight responses of 4 tokens: one forward pass a block when scored, whoever shares it."""
+    model, what = build("llama"), group(num_prompt=5, lengths=(4,) * 8)
+    engine, shapes = longstraw.Engine(model, block_tokens=block_tokens), []
+    with engine.capture(what.prompt) as state:
+        hook = model.model.embed_tokens.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
+        engine.score(state, what.responses)
+        hook.remove()
+    assert len(shapes) == num_runs and sum(shape.numel() for shape in shapes) == 32
+    assert all(shape.numel() <= block_tokens for shape in shapes), "padding counts"
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_tiers_agree_to_the_bit(family: str, tmp_path: Any) -> None:
     model, what, _, _ = case(family)

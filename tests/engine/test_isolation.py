@@ -90,6 +90,31 @@ def test_many_branches_leave_the_state_as_captured(family: str, tier: str, tmp_p
         assert all(torch.equal(a, b) for a, b in zip(scored, again))
 
 
+@pytest.mark.parametrize("mode", ["none", 1, 12])
+@pytest.mark.parametrize("family", KINDS)
+def test_constant_tokens_never_collect_a_cotangent(family: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would consume it: it would be computed, stored and left behind."""
+    what, model = small_group(), build(family, dtype=torch.float32)
+    engine = longstraw.Engine(model, prompt_grad=mode, **PIECES)
+    boundary = len(what.prompt) - (1 if mode == "none" else mode)
+    starts: list[int] = []
+    accumulate = PageStore.accumulate
+
+    def recorded(self: PageStore, page: Any, gradients: Any) -> None:
+        starts.append(page.start)
+        accumulate(self, page, gradients)
+
+    monkeypatch.setattr(PageStore, "accumulate", recorded)
+    with engine.capture(what.prompt) as state:
+        captured = fingerprint(state)
+        engine.backward(state, what.responses, what.objective)
+        assert fingerprint(state) == captured and "cotangent" not in state.nbytes
+        for layer in state.chain.carried:
+            assert not layer._cotangents
+    assert all(start >= boundary for start in starts)
+    assert bool(starts) == (family != "mistral"), "the blocks of a branch collect theirs, in pages of K/V"
+
+
 @pytest.mark.parametrize("phase", ["replay", "sweep"])
 @pytest.mark.parametrize("family", KINDS)
 def test_a_step_that_raises_leaves_state_and_gradients(family: str, phase: str) -> None:

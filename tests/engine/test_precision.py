@@ -11,6 +11,7 @@ from families import build
 from group import engine_step, group
 
 import longstraw
+from longstraw.engine.gradients import GradientTransaction
 
 PIECES = dict(segment_tokens=24, block_tokens=16)
 WHAT = group(num_prompt=80, lengths=(20, 30, 12))
@@ -34,6 +35,20 @@ def test_bfloat16(family: str, mode: Any) -> None:
         errors.append((reference.relative_error(found, truth), reference.relative_error(stock, truth)))
     ours, theirs = (sum(side) for side in zip(*errors))
     assert 0 < ours <= 1.5 * theirs, f"relative L2 {ours:.1e}, stock {theirs:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """1 and 512 times 2^-10: added in bfloat16 the small ones would all be lost, and in float16 still many."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    parameter.grad = torch.full((3,), 0.25, dtype=dtype)
+    with GradientTransaction([parameter]):
+        assert parameter.grad is None
+        for scale in [1.0] + [2.0**-10] * 512:
+            (parameter * scale).sum().backward()
+    assert parameter.grad is not None and parameter.grad.dtype == dtype
+    assert parameter.grad.tolist() == [1.75] * 3
+    assert not parameter._post_accumulate_grad_hooks
 
 
 def test_many_small_contributions_are_not_rounded_away() -> None:
