@@ -14,6 +14,7 @@ from longstraw.training.config_parts import (
     EvalConfig,
     LoraConfig,
     ModelConfig,
+    RefreshConfig,
     StrictGroup,
     parse_bytes,
 )
@@ -107,6 +108,11 @@ class TrainConfig(StrictGroup):
         default=False, description="Leave responses cut at the length limit out of the loss."
     )
     num_iterations: Positive = Field(default=1, description="Optimizer steps on the same responses.")
+    refresh: RefreshConfig = Field(
+        default_factory=RefreshConfig,
+        description="With num_iterations above 1, when a prompt is captured again: always (after every optimizer step), "
+        "{every: N} or {drift: TOLERANCE}; in between its state is kept and stale.",
+    )
     dynamic_sampling: bool = Field(
         default=False, description="Replace groups whose rewards do not differ by further prompts (DAPO)."
     )
@@ -161,6 +167,10 @@ class TrainConfig(StrictGroup):
     logging_steps: Positive = Field(
         default=1, description="Print a line every so many steps; metrics.jsonl has every step."
     )
+    report_to: list[Literal["tensorboard", "wandb"]] = Field(
+        default_factory=list,
+        description="Where metrics go besides metrics.jsonl: tensorboard (into the run directory), wandb; one or both.",
+    )
     log_completions: bool = Field(default=True, description="Keep prompts' ends, completions and rewards as JSONL.")
     eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps too.")
     eval_on_start: bool = Field(default=True, description="Evaluate before the first step.")
@@ -173,6 +183,11 @@ class TrainConfig(StrictGroup):
     @classmethod
     def _one_reward_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_destination_is_a_list(cls, value: Any) -> Any:
+        return ([] if value == "none" else [value]) if isinstance(value, str) else value
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -246,6 +261,16 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield "'min_prompt_length' exceeds 'max_prompt_length': no prompt could pass. Lower min_prompt_length."
     if config.eval_steps is not None and not config.eval:
         yield "'eval_steps' is set, but 'eval' names no set. Add one, e.g. eval: {held_out: {source: data.jsonl}}."
+    if not config.refresh.is_always and config.num_iterations == 1:
+        yield (
+            "'refresh' says when a prompt's state is captured again between iterations over the same responses, but "
+            "'num_iterations' is 1. Set num_iterations to 2 or more, or refresh to always."
+        )
+    if not config.refresh.is_always and config.gradient_accumulation_steps > 1:
+        yield (
+            "'refresh' keeps the states of all prompts of a step, but 'gradient_accumulation_steps' above 1 holds one "
+            "batch of them at a time. Raise prompts_per_step instead, or set refresh to always."
+        )
     if config.dynamic_sampling and config.beta > 0:
         yield (
             "'dynamic_sampling' drops groups whose rewards do not differ, but with 'beta' above 0 their KL term "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ Row = dict[str, Any]
 
 
 class MetricsLog:
-    """Appends rows to a JSON lines file. A number that is not finite is written as null."""
+    """Appends rows to a JSON lines file. A number that is not finite is written as null.
+
+    Attributes:
+        listeners: called with every row that is appended, once it is written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.listeners: list[Callable[[Row], None]] = []
 
     def rows(self) -> list[Row]:
         """All rows. A last line that a kill cut short is left out."""
@@ -33,6 +38,8 @@ class MetricsLog:
     def append(self, row: Row) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(to_plain(row)) + "\n")
+        for listener in self.listeners:
+            listener(row)
 
     def drop_after(self, step: int) -> None:
         """Forget rows of later steps: they will be run again. The file is replaced at once."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from longstraw.training.build import build_trainer
 from longstraw.training.config import TrainConfig
 from longstraw.training.interrupts import StopRequested
+from longstraw.training.loggers import check_packages, reported_to
 from longstraw.training.report import Reporter, evaluated_names
 from longstraw.training.rng import seed_everything
 from longstraw.training.run_dir import RunDir
@@ -43,6 +44,7 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     reporter = Reporter(console or Console(), config.logging_steps)
     run = RunDir.open(config, resume)
     config = config.model_copy(update={"output_dir": str(run.path)})
+    check_packages(config.report_to)
     seed_everything(config.seed)
     trainer = build_trainer(config, run, reporter)
     run.begin(config)
@@ -56,19 +58,20 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     begin = time.perf_counter()
     try:
         run.write_summary({"status": "running", "step": trainer.progress.step})
-        trainer.train()
+        with reported_to(config, run.metrics, run.path, trainer.progress.step):
+            trainer.train()
     except BaseException as error:
         status = "interrupted" if isinstance(error, StopRequested) else "failed"
         run.write_summary(
             {
                 "status": status,
-                "step": trainer.progress.step,
+                "step": trainer.saved_step,
                 "num_steps": trainer.num_steps,
                 **({} if status == "interrupted" else {"error": f"{type(error).__name__}: {error}"}),
             }
         )
         error.add_note(
-            f"The state after step {trainer.progress.step} is saved. Go on with: longstraw train {run.path} --resume"
+            f"The state after step {trainer.saved_step} is saved. Go on with: longstraw train {run.path} --resume"
         )
         raise
     evaluations = [row for row in run.metrics.rows() if evaluated_names(row)]

@@ -5,6 +5,7 @@ environment.json   versions, machine and command of every start
 metrics.jsonl      one row a step, and one an evaluation
 completions/       what was sampled, step by step
 checkpoints/       to resume from
+tensorboard/       events, with report_to: tensorboard
 final/             the trained model, or the adapter in PEFT form
 summary.json       how the run ended
 """
