@@ -160,10 +160,16 @@ def test_what_never_changes_is_said_instead_of_drawn(tmp_path: Path) -> None:
 
 
 def test_drift_and_metrics_of_the_users_are_drawn(tmp_path: Path) -> None:
-    rows = [step_row(step, **{"drift/probe": 0.01 * step, "my/tool_calls": step}) for step in (1, 2)]
-    path = write_run(tmp_path / "run", rows)
+    config = CONFIG | {"refresh": {"drift": 0.25}}
+    drift = {"staleness/drift": 0.1, "staleness/drift_max": 0.2, "staleness/steps": 1.0}
+    rows = [step_row(1, **drift), step_row(2, **{key: 2 * value for key, value in drift.items()})]
+    rows[1] |= {"my/tool_calls": 3, "staleness/other": 1.5}
+    path = write_run(tmp_path / "run", rows, config=config)
     titles = {section.key: [each.title for each in section.figures] for section in build_sections(read_run(path))}
-    assert titles["staleness"] == ["drift: probe"] and titles["others"] == ["my: tool calls"]
+    assert titles["staleness"] == [
+        "Age of the prompts' states", "Drift of the prompts' states", "staleness: other",
+    ] and titles["others"] == ["my: tool calls"]  # fmt: skip
+    assert "captured again above 0.25" in figure(path, "Drift of the prompts' states").views[0].svg
     assert "Drift of captured prompts" not in gaps_of(path)
 
 

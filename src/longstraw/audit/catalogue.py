@@ -119,8 +119,31 @@ def optimizer_charts(run: RunData) -> list[Chart]:
 
 
 def staleness_charts(run: RunData) -> list[Chart]:
-    """Every metric that speaks of the age of a captured prompt."""
-    return [Chart(_spoken(key), "value", {key: ""}, zero=True) for key in metric_keys(run) if is_staleness(key)]
+    """How old the captured prompts were when they were used, and every other metric that speaks of it."""
+    tolerance = run.option("refresh", "drift")
+    known = [
+        Chart(
+            "Age of the prompts' states",
+            "optimizer steps",
+            {"staleness/steps": ""},
+            "Optimizer steps between the capture of a prompt and its use, on average.",
+            zero=True,
+        ),
+        Chart(
+            "Drift of the prompts' states",
+            "relative L2 distance",
+            {"staleness/drift_max": "largest", "staleness/drift": "mean"},
+            "How far random segments of a kept state are from what the present parameters give.",
+            zero=True,
+            rules=((tolerance, f"captured again above {readable(tolerance)}"),)
+            if isinstance(tolerance, (int, float))
+            else (),
+        ),
+        Chart("Prompts captured again", "prompts a step", {"staleness/recaptured": ""}, zero=True),
+    ]
+    keys = {key for chart in known for key in chart.keys}
+    others = [key for key in metric_keys(run) if is_staleness(key) and key not in keys]
+    return [*known, *(Chart(_spoken(key), "value", {key: ""}, zero=True) for key in others)]
 
 
 def remaining_charts(run: RunData, drawn: set[str]) -> list[Chart]:

@@ -102,8 +102,14 @@ def _of_the_policy(run: RunData) -> Iterator[Gap]:
             f"prompt_grad is {run.option('prompt_grad')}: what was left out of the gradient was not computed, so its "
             "size is unknown. Set prompt_grad to full.",
         )
-    if not any(is_staleness(key) for key in keys):
-        yield Gap("Drift of captured prompts", "No row of metrics says how old a prompt's state was when it was used.")
+    if not any("drift" in key for key in keys if is_staleness(key)):
+        yield Gap("Drift of captured prompts", _why_no_drift(run))
+
+
+def _why_no_drift(run: RunData) -> str:
+    if run.option("num_iterations") == 1 or run.option("refresh") == "always":
+        return "No prompt's state outlived an optimizer step, so none was stale when it was used."
+    return "No state was probed. With refresh: {drift: TOLERANCE} states are probed before they are used again."
 
 
 def _of_costs(run: RunData) -> Iterator[Gap]:

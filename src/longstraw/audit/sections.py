@@ -24,7 +24,7 @@ class Section:
         key: for links.
         title: the heading.
         figures: drawn.
-        constants: (name, value) of what had one value at all steps and is not drawn for that.
+        constants: (name, value) of what had one value throughout and is not drawn for that.
         prominent: whether its figures are large.
     """
 
@@ -66,7 +66,7 @@ def _section(key: str, title: str, charts: Sequence[Chart], rows: Sequence[Row],
         lines = chart_lines(chart, rows)
         values = {value for line in lines for pair in [*line.points, *line.band] for value in pair[1:]}
         values |= {low for line in lines for low, _ in line.band}
-        if len(values) == 1 and len(rows) > 1:
+        if len(values) == 1 and max(len(line.points) for line in lines) > 1:
             unit = "" if chart.unit == chart.title.lower() else f" ({chart.unit})"
             constants.append((chart.title, readable(values.pop()) + unit))
         elif (figure := draw_chart(chart, rows, x)) is not None:

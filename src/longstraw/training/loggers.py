@@ -92,8 +92,9 @@ def _wandb(config: TrainConfig, run_path: Path, step: int) -> Iterator[Callable[
             settings=wandb.Settings(console="off"),  # it would take the progress bars apart
         )
     except wandb.errors.Error as error:
+        reason = str(error).rstrip(". ")
         raise RuntimeError(
-            f"'report_to': Weights & Biases did not start: {str(error).rstrip('. ')}. Run `wandb login`, set WANDB_MODE=offline to keep "
+            f"'report_to': Weights & Biases did not start: {reason}. Run `wandb login`, set WANDB_MODE=offline to keep "
             "the data here, or leave wandb out of report_to."
         ) from error
     run.define_metric(STEP)
