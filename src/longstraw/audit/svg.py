@@ -89,17 +89,17 @@ def line_chart(
     labels = [line.label for line in named] if len(named) > 1 else []
     right = min(12 + CHARACTER * max(map(len, labels)), 0.36 * size[0]) if labels else 14.0
     low, high = _extent([value for line in lines for value in _values(line)], zero, log)
-    rules = [(value, text) for value, text in rules if low <= value <= high + 0.25 * (high - low)]
+    rules = [(value, words) for value, words in rules if low <= value <= high + 0.25 * (high - low)]
     high = max([high, *(value for value, _ in rules)])
     axes = Axes(*size, _left_margin((low, high), log, size[1]), right, x, (low, high), log)
     canvas = draw_frame(axes, x_label, y_label)
     for line in lines:
         if line.band:
             _draw_band(canvas, axes, line)
-    for value, text in rules:
-        _draw_rule(canvas, axes, value, text)
     for line in lines:
         _draw_line(canvas, axes, line)
+    for value, words in rules:
+        _draw_rule(canvas, axes, value, words)
     if labels:
         _draw_labels(canvas, axes, named)
     return canvas, axes
