@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shlex
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -99,7 +100,7 @@ def describe_environment(run: RunData) -> list[tuple[str, str]]:
     git = start.get("git")
     facts = [
         ("started", " · ".join(str(start["time"]) for start in run.starts if start.get("time"))),
-        ("command", " ".join(map(str, start.get("command") or []))),
+        ("command", shlex.join(map(str, start.get("command") or []))),
         ("system", start.get("system")),
         ("processor", start.get("cpu")),
         ("threads", f"{start['cpu_threads']} of {start.get('cpu_count')}" if start.get("cpu_threads") else None),
