@@ -6,9 +6,10 @@ common, as a relu's zeros are. Score and position make one integer, so no two ca
 same whatever the order or the pieces in which tokens are offered.
 
 One (query, token) pair has to score the same bits in every piece, or what ties in one would not in another. Matrix
-products on CPU depend on a shape only where it is small, so tokens are padded to 512 and queries times heads to 64.
-Other devices may choose a kernel by the shape: there a choice between scores that differ by rounding alone may depend
-on how tokens are cut; scoring and its recomputation cut them alike.
+products on CPU depend on a shape only where it is small, so tokens are padded to 512 and queries times heads to 64; on
+other devices a kernel may be picked by the shape. Queries and keys also carry the rounding of the layers below, which
+may depend on how a prompt is cut into pieces. A choice between scores that differ by rounding alone is therefore bound
+to the cut; a piece that is computed again is cut as it was and chooses the same.
 
 Shapes: B rows, T queries, N queries of all rows, S tokens, H index heads, D index head size, K chosen tokens.
 """
