@@ -24,7 +24,7 @@ def poisoned() -> Any:
 
 
 def test_a_loss_that_is_not_finite_is_refused_with_the_prompt_named(tmp_path: Path) -> None:
-    with pytest.raises(StepRefused, match=r"the prompt of dataset row 0 \(20 tokens\): .* not finite") as refused:
+    with pytest.raises(StepRefused, match=r"the prompt of dataset row 0 \(20 tokens\): .* not numbers") as refused:
         run(tmp_path, model="test_transaction:poisoned", shuffle_dataset=False)
     assert "The state after step 0 is saved" in refused.value.__notes__[0]
     assert not metrics(tmp_path)

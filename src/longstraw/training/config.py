@@ -110,8 +110,8 @@ class TrainConfig(StrictGroup):
     num_iterations: Positive = Field(default=1, description="Optimizer steps on the same responses.")
     refresh: RefreshConfig = Field(
         default_factory=RefreshConfig,
-        description="With num_iterations above 1, when a prompt is captured again: always (after every optimizer step), "
-        "{every: N} or {drift: TOLERANCE}; in between its state is kept and stale.",
+        description="With num_iterations above 1, when a prompt is captured again: always (after every optimizer "
+        "step), {every: N} or {drift: TOLERANCE}; in between its state is kept and stale.",
     )
     dynamic_sampling: bool = Field(
         default=False, description="Replace groups whose rewards do not differ by further prompts (DAPO)."

@@ -108,8 +108,11 @@ def _apply_override(values: dict[str, Any], word: str) -> None:
     for parent in parents:
         group = _group_at(group, parent)
         inner = target.get(parent)
-        if isinstance(inner, str) and group is not None and issubclass(group, StrictGroup) and group.shorthand:
-            inner = {group.shorthand: inner}
+        if isinstance(inner, str) and group is not None and issubclass(group, StrictGroup):
+            try:
+                inner = group.expand(inner)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):
@@ -214,6 +217,8 @@ def _show(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
     return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()
 
 

@@ -31,6 +31,7 @@ class Group:
         old_logps: [R_i] each under the policy that sampled, once known; None means "the current policy".
         reference_logps: [R_i] each, with a KL term.
         state: the prompt's resident state while it is kept.
+        captured_in: the iteration over the responses in which it was captured.
     """
 
     position: int
@@ -46,6 +47,7 @@ class Group:
     old_logps: list[torch.Tensor] | None = None
     reference_logps: list[torch.Tensor] | None = None
     state: ResidentState | None = None
+    captured_in: int = 0
 
     @property
     def prompt_ids(self) -> torch.Tensor:

@@ -113,12 +113,10 @@ class RolloutCollector:
         }
         columns: dict[str, list[Any]] = {}
         if self._rollout_func is None:
-            drafts = self._engine.sample(state, **sampling)
-            if not all(bool(torch.isfinite(draft.logps).all()) for draft in drafts):
-                raise StepRefused(
-                    f"{prompt.name}: the model's log-probabilities are not finite. Look at its parameters: was it "
-                    "loaded in too low a precision, or is learning_rate too high?"
-                )
+            try:
+                drafts = self._engine.sample(state, **sampling)
+            except FloatingPointError as error:
+                raise StepRefused(f"{prompt.name}: {error}. Lower learning_rate, or widen model.dtype.") from error
             chosen = [torch.ones(draft.ids.shape, dtype=torch.bool) for draft in drafts]
         else:
             drafts, chosen, columns = call_rollout(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import TrainerState
 
@@ -13,37 +11,19 @@ from longstraw.training.checkpoint import Checkpoint, load_newest, save_checkpoi
 from longstraw.training.config import TrainConfig
 from longstraw.training.data import PromptSet, PromptStream
 from longstraw.training.evaluation import Evaluator
-from longstraw.training.groups import Batch
 from longstraw.training.interrupts import Interrupts
 from longstraw.training.loading import Policy
 from longstraw.training.metrics import Row
 from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.phases import PhaseLedger
+from longstraw.training.refresh import StateKeeper
 from longstraw.training.report import Reporter, evaluated_names
 from longstraw.training.rng import RngState
 from longstraw.training.rollout import RolloutCollector
-from longstraw.training.rollout_store import batch_from_stored, batch_to_stored
 from longstraw.training.run_dir import RunDir
-from longstraw.training.snapshot import load_parameters, restore_rng, snapshot_tensors
+from longstraw.training.snapshot import Progress, copied, restore_snapshot, take_snapshot
 from longstraw.training.step_metrics import completion_rows, rollout_metrics
 from longstraw.training.update import accumulate
-
-
-@dataclass
-class Progress:
-    """Where a run is between two optimizer steps.
-
-    Attributes:
-        step: optimizer steps done.
-        position: prompts drawn.
-        num_tokens: tokens of prompts and responses seen.
-        batch: rollouts that further iterations will use.
-    """
-
-    step: int = 0
-    position: int = 0
-    num_tokens: int = 0
-    batch: Batch | None = field(default=None, repr=False)
 
 
 class Trainer:
@@ -60,6 +40,10 @@ class Trainer:
         evaluator: may be empty.
         reporter: prints.
         num_steps: optimizer steps in all.
+
+    Attributes:
+        progress: where the run is.
+        saved_step: the step of the checkpoint that was last written or resumed from.
     """
 
     def __init__(
@@ -85,11 +69,14 @@ class Trainer:
         self.reporter = reporter
         self.num_steps = num_steps
         self.progress = Progress()
+        self.saved_step = 0
         self._collector = collector
         self._stream = stream
         self._num_prompts = len(prompts)
         self._fingerprint = prompts.fingerprint()
         self._loss = config.policy_loss()
+        self._states = StateKeeper(config, engine)
+        self._boundary: Checkpoint | None = None  # of the last step between two rollouts, where states are kept
         self._interrupts = Interrupts()
         self._step_rng = RngState.capture()
         self._history: list[Row] = run.metrics.rows()
@@ -105,21 +92,8 @@ class Trainer:
             self.run.drop_after(-1)
             self._history = []
             return 0
-        if checkpoint.state["prompts"] != self._fingerprint:
-            raise ValueError(
-                "'dataset': the prompts are not those that the checkpoint was made with, so the run cannot go on "
-                "exactly. "
-                "Restore the data and the length limits, or start a new run."
-            )
-        load_parameters(self.optimizer.parameters, checkpoint)
-        self.optimizer.load_tensors(checkpoint.tensors.get("optimizer", {}), checkpoint.step)
-        self.progress = Progress(
-            checkpoint.step,
-            checkpoint.state["position"],
-            checkpoint.state["num_tokens"],
-            batch_from_stored(checkpoint.state.get("batch"), checkpoint.tensors.get("rollouts", {}), self._stream),
-        )
-        restore_rng(checkpoint)
+        self.progress = restore_snapshot(checkpoint, self.optimizer, self._stream, self._fingerprint)
+        self.saved_step = checkpoint.step
         self._step_rng = RngState.capture()
         self.run.drop_after(checkpoint.step)
         self._history = self.run.metrics.rows()
@@ -144,19 +118,14 @@ class Trainer:
                 raise
 
     def save(self) -> None:
-        """Write a checkpoint of the last complete step, with the random state that the next one started from."""
-        progress = self.progress
-        stored, rollouts = batch_to_stored(progress.batch)
-        state: dict[str, Any] = {
-            "position": progress.position,
-            "num_tokens": progress.num_tokens,
-            "prompts": self._fingerprint,
-            "rng": self._step_rng.numbers,
-            "batch": stored,
-            "iteration": progress.step % self.config.num_iterations,
-        }
-        tensors = snapshot_tensors(self.optimizer, self._step_rng) | {"rollouts": rollouts}
-        save_checkpoint(self.run.checkpoints, Checkpoint(progress.step, state, tensors), self.config.save_total_limit)
+        """Write a checkpoint of the last complete step, with the random state that the next one started from.
+
+        A stale state could not be captured again after resuming. While one is kept, the checkpoint is that of the step
+        before the responses in use were sampled, and a resumed run repeats the iterations since.
+        """
+        checkpoint = self._boundary if self._between_iterations and self._boundary else self._snapshot()
+        save_checkpoint(self.run.checkpoints, checkpoint, self.config.save_total_limit)
+        self.saved_step = checkpoint.step
 
     def _loop(self) -> None:
         config = self.config
@@ -170,6 +139,8 @@ class Trainer:
             if step >= self.num_steps:
                 return
             self._step_rng = RngState.capture()
+            if not self.config.refresh.is_always and not (self._between_iterations and self._boundary):
+                self._boundary = copied(self._snapshot())
             self._one_step(step)
             self._step_rng = RngState.capture()
 
@@ -178,7 +149,8 @@ class Trainer:
         begin = time.perf_counter()
         phases = PhaseLedger()
         old = self.progress
-        fresh = old.batch is None or step % self.config.num_iterations == 0
+        iteration = step % self.config.num_iterations
+        fresh = old.batch is None or iteration == 0
         batch = self._collector.collect(old.position, self._trainer_state(), phases) if fresh else old.batch
         assert batch is not None
         try:
@@ -186,10 +158,11 @@ class Trainer:
                 batch,
                 self.config,
                 self.engine,
+                self._states,
                 self._loss,
                 self.optimizer,
                 phases,
-                keep_old_logps=self.config.num_iterations > 1,
+                iteration,
             )
         except BaseException:
             batch.release()
@@ -226,6 +199,16 @@ class Trainer:
             if fresh and self.config.log_completions:
                 self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
         self.reporter.step(row, self.num_steps)
+
+    @property
+    def _between_iterations(self) -> bool:
+        """Whether the next step uses responses that are there."""
+        return self.progress.step % self.config.num_iterations != 0
+
+    def _snapshot(self) -> Checkpoint:
+        return take_snapshot(
+            self.progress, self.optimizer, self._step_rng, self._fingerprint, self.config.num_iterations
+        )
 
     def _evaluation_due(self, step: int) -> bool:
         if not self.evaluator:

@@ -10,11 +10,13 @@ import torch
 
 from longstraw.engine.engine import Engine
 from longstraw.objective import Mean, Normalizer, PolicyLoss, merge_metrics
+from longstraw.state.resident import ResidentState
 from longstraw.training.config import TrainConfig
 from longstraw.training.errors import StepRefused
 from longstraw.training.groups import Batch, Group
 from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.phases import PhaseLedger
+from longstraw.training.refresh import Staleness, StateKeeper
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Gradient:
         loss: of the whole step.
         norm: of the gradient, before clipping.
         num_skipped: groups left out for want of any signal.
-        metrics: by TRL's names, and how far the sampler's log-probabilities are from the engine's.
+        metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were.
     """
 
     loss: float
@@ -38,10 +40,11 @@ def accumulate(
     batch: Batch,
     config: TrainConfig,
     engine: Engine,
+    states: StateKeeper,
     loss: PolicyLoss,
     optimizer: NamedOptimizer,
     phases: PhaseLedger,
-    keep_old_logps: bool,
+    iteration: int,
 ) -> Gradient:
     """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
 
@@ -49,26 +52,34 @@ def accumulate(
     work. It still counts in the normaliser.
 
     Args:
-        keep_old_logps: remember this policy's log-probabilities as the old ones of the batch.
+        states: hands out the prompts' states.
+        iteration: how often the batch was used before. With more to come, the first one's log-probabilities are kept
+            as the old ones.
     Raises:
         StepRefused: loss or gradient is not finite.
     """
     normalizer = batch.normalizer
-    total, parts, differences = 0.0, [], []
+    total, parts, differences, staleness = 0.0, [], [], Staleness()
     num_skipped = 0
     try:
         for group in batch.groups:
             if not group.has_signal and config.beta == 0:
                 num_skipped += 1
                 continue
-            share, metrics, logps = _group_gradient(group, normalizer, config, engine, loss, phases)
+            state = states.take(group, iteration, staleness)
+            try:
+                share, metrics, logps = _group_gradient(group, state, normalizer, config, engine, loss, phases)
+            except BaseException:
+                state.release()
+                raise
+            states.put_back(group, state, iteration)
             total += share
             parts.append(metrics)
             if group.old_logps is None and group.sampled_logps is not None:
                 differences += [
                     (ours.cpu() - sampled).abs() for ours, sampled in zip(logps, group.sampled_logps, strict=True)
                 ]
-            if group.old_logps is None and keep_old_logps:
+            if group.old_logps is None and config.num_iterations > 1:
                 group.old_logps = [logp.cpu() for logp in logps]
         engine.reduce_gradients()
         norm = optimizer.clip(config.max_grad_norm)
@@ -83,16 +94,20 @@ def accumulate(
         if gathered.numel():
             averages["sampling/sampling_logp_difference/mean"] = float(gathered.mean())
             averages["sampling/sampling_logp_difference/max"] = float(gathered.max())
-    return Gradient(total, norm, num_skipped, averages)
+    return Gradient(total, norm, num_skipped, averages | staleness.metrics())
 
 
 def _group_gradient(
-    group: Group, normalizer: Normalizer, config: TrainConfig, engine: Engine, loss: PolicyLoss, phases: PhaseLedger
+    group: Group,
+    state: ResidentState,
+    normalizer: Normalizer,
+    config: TrainConfig,
+    engine: Engine,
+    loss: PolicyLoss,
+    phases: PhaseLedger,
 ) -> tuple[float, dict[str, Mean], list[torch.Tensor]]:
-    """The group's share of the loss, its metrics, and its log-probabilities. Its state is released."""
+    """The group's share of the loss, its metrics, and its log-probabilities."""
     measured: dict[str, Mean] = {}
-    state = group.state if group.state is not None else engine.capture(group.prompt_ids)
-    group.state = None
     try:
         phases.take(engine.meter)
         outcome = engine.backward(
@@ -101,8 +116,6 @@ def _group_gradient(
         phases.take(engine.meter)
     except FloatingPointError as error:
         raise StepRefused(f"{group.prompt.name}: {error}") from error
-    finally:
-        state.release()
     if not _all_finite(engine.host.model):
         raise StepRefused(
             f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
