@@ -3,7 +3,7 @@
 A query t scores a token s by sum_h w[t, h] relu(q[t, h] . k[s]) (DeepSeek-V3.2-Exp technical report, equation 1; the
 scales of `transformers` belong to w). Higher scores come first, and of equal ones the lower position: equal scores are
 common, as a relu's zeros are. Score and position make one integer, so no two candidates ever tie, and the choice is the
-same whatever the order or the pieces in which tokens are offered.
+same whatever the pieces in which tokens are offered; they are offered in rising order.
 
 One (query, token) pair has to score the same bits in every piece, or what ties in one would not in another. Matrix
 products on CPU depend on a shape only where it is small, so tokens are padded to 512 and queries times heads to 64; on
