@@ -13,7 +13,7 @@ from benchmarks.gate import ALLOWED, relative_error
 from benchmarks.measure import Spec, measure
 from benchmarks.workload import Workload
 
-PIECES = {"segment_tokens": 2048, "block_tokens": 1024}
+PIECES = {"segment_tokens": 1024, "block_tokens": 512}
 DISK = {"tier": "disk"}
 
 

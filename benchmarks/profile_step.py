@@ -35,7 +35,7 @@ def main(
     family: Annotated[str, typer.Option(help="llama or qwen3_5.")] = "llama",
     mode: Annotated[str, typer.Option(help="The engine's prompt_grad: full or none.")] = "full",
     segment_tokens: Annotated[int, typer.Option(help="The engine's segment_tokens.")] = 1024,
-    block_tokens: Annotated[int, typer.Option(help="The engine's block_tokens.")] = 1024,
+    block_tokens: Annotated[int, typer.Option(help="The engine's block_tokens.")] = 256,
     tier: Annotated[str, typer.Option(help="Where pages rest: device, host or disk.")] = "device",
     top: Annotated[int, typer.Option(help="Operators to show.")] = 15,
     out: Annotated[Path | None, typer.Option(help="Write a JSON receipt here.")] = None,

@@ -33,7 +33,7 @@ def main(
     response: Annotated[int, typer.Option(help="Tokens of a response.")] = 256,
     family: Annotated[str, typer.Option(help="llama, or the hybrid qwen3_5.")] = "llama",
     segment_tokens: Annotated[int, typer.Option(help="The engine's segment_tokens.")] = 1024,
-    block_tokens: Annotated[int, typer.Option(help="The engine's block_tokens.")] = 1024,
+    block_tokens: Annotated[int, typer.Option(help="The engine's block_tokens.")] = 256,
     tier: Annotated[str, typer.Option(help="Where the engine's pages rest: device, host or disk.")] = "device",
     repeats: Annotated[int, typer.Option(help="Runs of every method, in turns.", min=1)] = 3,
     seed: int = 0,
@@ -151,7 +151,8 @@ def _gate_table(gate: dict[str, Any], workload: Workload) -> Table:
 
 def _speed_table(report: dict[str, Any]) -> Table:
     repeats = report["config"]["repeats"]
-    table = Table(title=f"One gradient step: median of {repeats} (min to max); peak private memory above the model")
+    spread = f"median of {repeats} (min to max)" if repeats > 1 else "one run"
+    table = Table(title=f"One gradient step: {spread}; peak private memory above the model")
     for column in ("method", "seconds", "times faster", "peak MB", "share of memory", "phases, seconds"):
         table.add_column(column, justify="left" if column in ("method", "phases, seconds") else "right")
     for name, found in report["methods"].items():
@@ -160,7 +161,7 @@ def _speed_table(report: dict[str, Any]) -> Table:
         phases = ", ".join(f"{phase} {cost['seconds']:.1f}" for phase, cost in found["phases"].items())
         table.add_row(
             "conventional, checkpointing" if name == BASELINE else name,
-            f"{seconds['median']:.2f} ({seconds['min']:.2f} to {seconds['max']:.2f})",
+            f"{seconds['median']:.2f}" + (f" ({seconds['min']:.2f} to {seconds['max']:.2f})" if repeats > 1 else ""),
             f"{ratio['times_faster']:.1f}" if ratio else "1",
             f"{found['peak_bytes']['max'] / 1e6:.0f}",
             f"{ratio['share_of_memory']:.2f}" if ratio else "1",
