@@ -32,6 +32,11 @@ class Prefix:
         self.pages = list(pages)
         self.constant = {id(page) for page in self.pages[:num_constant]}
 
+    def stage(self) -> None:
+        """Starts bringing the first page."""
+        if self.pages:
+            self.store.stage(self.pages[0])
+
     def wants_gradient(self, page: Page) -> bool:
         return id(page) not in self.constant
 

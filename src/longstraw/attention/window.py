@@ -12,7 +12,7 @@ _TILE = 512  # queries; a tile reads window + tile keys
 
 
 def attend(q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, window: int, scale: float) -> torch.Tensor:
-    """Output [B, H, T, D], differentiable: query i of the last T tokens sees the `window` tokens that end with itself."""
+    """Output [B, H, T, D], differentiable: each of the last T tokens sees the `window` tokens that end with itself."""
     num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
     before = num_keys - num_queries
     outputs = []

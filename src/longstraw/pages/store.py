@@ -47,6 +47,7 @@ class PageStore:
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._folder: DiskFolder | None = None
         self._reader: ThreadPoolExecutor | None = None
+        self._staged: dict[int, tuple[Page, Future[Arrival]]] = {}
         self._arena = Arena()
         self._held: dict[int, Held] = {}
         self._cotangents: dict[int, tuple[Page, Held]] = {}
@@ -80,16 +81,24 @@ class PageStore:
 
     def stream(self, pages: Sequence[Page]) -> Iterator[tuple[Page, Tensors]]:
         """Yields pages in order while the next one is on its way."""
-        ahead: tuple[Page, Future[Arrival]] | None = None
+        ahead = self._staged.pop(pages[0].number, None) if pages else None
         try:
             for index, page in enumerate(pages):
-                tensors = self.fetch(page) if ahead is None else self._arrived(*ahead)
+                coming, ahead = ahead, None
+                tensors = self.fetch(page) if coming is None else self._arrived(*coming)
                 ahead = self._ahead(pages[index + 1]) if index + 1 < len(pages) else None
                 yield page, tensors
         finally:
             if ahead is not None:
                 wait([ahead[1]])
                 ahead[0].pins -= 1
+
+    def stage(self, page: Page) -> None:
+        """Starts bringing a page that a stream is about to begin with; nothing to do where that takes no time."""
+        if page.number not in self._staged:
+            ahead = self._ahead(page)
+            if ahead is not None:
+                self._staged[page.number] = ahead
 
     def accumulate(self, page: Page, gradients: Sequence[torch.Tensor]) -> None:
         """Adds to the page's cotangent. The order of calls is the order of summation."""
@@ -139,6 +148,10 @@ class PageStore:
         Raises:
             RuntimeError: it was already freed.
         """
+        staged = self._staged.pop(page.number, None)
+        if staged is not None:  # the stream never came
+            wait([staged[1]])
+            page.pins -= 1
         self.drop_cotangent(page)
         self._drop(page, self._held.pop(page.number, None))
 
@@ -151,6 +164,7 @@ class PageStore:
         if self._reader is not None:
             self._reader.shutdown()
             self._reader = None
+        self._staged.clear()
         self._held.clear()
         self._cotangents.clear()
         self.table = PageTable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Chain:
         """
         live = [layer.enter(index, self.rows, graph) for layer in self.layers]
         live[-1].last = not output_read
+        for one, after in pairwise(live):
+            one.next_layer = after
         return Cache(layers=live)
 
     def decoder(self, rows: int) -> Cache:

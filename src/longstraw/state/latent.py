@@ -109,6 +109,9 @@ class LiveLatent(LiveLayer):
         self.chosen: torch.Tensor | None = None
         self.weights: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def stage(self) -> None:
+        self.index_prefix.stage()  # which latents are read is not known yet
+
     def write(self, latents: torch.Tensor, index_keys: torch.Tensor | None) -> None:
         """Takes the piece's latents [B, T, E] and index keys [B, T, D]; ends the forward pass if nothing reads on."""
         self.latents, self.index_keys = latents, index_keys

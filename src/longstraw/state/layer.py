@@ -78,6 +78,7 @@ class LiveLayer:
     is_compileable = False
     is_sliding = False
     last = False  # set on the last layer of a piece whose output nothing reads
+    next_layer: LiveLayer | None = None
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare."""
@@ -98,7 +99,12 @@ class LiveLayer:
     def rewind(self) -> None:
         """Goes back to the starting state, before the layer is computed once more."""
 
+    def stage(self) -> None:
+        """Starts bringing what the layer will read first, while the one before computes."""
+
     def complete(self) -> None:
-        """Called when the layer's state is written."""
+        """Called when the layer's state is written, before the bulk of its work."""
         if self.last:
             raise PieceComplete
+        if self.next_layer is not None and not self.next_layer.last:
+            self.next_layer.stage()

@@ -90,6 +90,9 @@ class LivePaged(LiveLayer, CacheLayerMixin):
         self.complete()
         return key_states, value_states
 
+    def stage(self) -> None:
+        self.prefix.stage()
+
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         return paged.attend(query, key, value, self.prefix, scale)
 
