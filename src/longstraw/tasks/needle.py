@@ -107,12 +107,16 @@ def _row(generator: np.random.Generator, prompt_tokens: int, num_facts: int, tok
         return len(ids)
 
     fits, exceeds = 0, len(document) + 1
+    guess = min(4 * prompt_tokens, len(document))
     while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if num_tokens(middle) <= prompt_tokens:
-            fits = middle
+        missing = prompt_tokens - num_tokens(guess)
+        if missing >= 0:
+            fits = guess
         else:
-            exceeds = middle
+            exceeds = guess
+        if missing == 0:
+            break
+        guess = min(max(guess + 3 * missing, fits + 1), exceeds - 1)
     return {"prompt": messages(fits), "answer": codes[asked], "depth": depths[asked]}
 
 
