@@ -77,9 +77,10 @@ def _make_importable(path: Path | None) -> None:
 
 def _run(config: TrainConfig, resume: bool, embedded: bool) -> None:
     from longstraw.training.interrupts import StopRequested
+    from longstraw.training.report import quiet_transformers
     from longstraw.training.run import train as run_training
 
-    _quiet_transformers()
+    quiet_transformers()
     try:
         result = run_training(config, resume=resume)
     except StopRequested as stop:
@@ -95,16 +96,3 @@ def _run(config: TrainConfig, resume: bool, embedded: bool) -> None:
             "  longstraw train --show-config > mine.yaml  # a configuration to change\n"
             "  longstraw config                           # every option"
         )
-
-
-def _quiet_transformers() -> None:
-    """No bars of its own, and on a CPU no advice to install kernels that need a GPU."""
-    import logging
-
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    if not torch.cuda.is_available():
-        for handler in logging.getLogger("transformers").handlers:
-            handler.addFilter(lambda record: "is falling back to its reference PyTorch" not in record.getMessage())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -102,6 +103,17 @@ class Reporter:
                 _number(change, "+.3f"),
             )
         self.console.print(table)
+
+
+def quiet_transformers() -> None:
+    """No bars of the library's own, and on a CPU no advice to install kernels that need a GPU."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        for handler in logging.getLogger("transformers").handlers:
+            handler.addFilter(lambda record: "is falling back to its reference PyTorch" not in record.getMessage())
 
 
 def evaluated_names(row: Row) -> list[str]:

@@ -70,7 +70,7 @@ class Trainer:
         self.num_steps = num_steps
         self.progress = Progress()
         self.saved_step = 0
-        self._collector = collector
+        self.collector = collector
         self._stream = stream
         self._num_prompts = len(prompts)
         self._fingerprint = prompts.fingerprint()
@@ -151,7 +151,7 @@ class Trainer:
         old = self.progress
         iteration = step % self.config.num_iterations
         fresh = old.batch is None or iteration == 0
-        batch = self._collector.collect(old.position, self._trainer_state(), phases) if fresh else old.batch
+        batch = self.collector.collect(old.position, self._trainer_state(), phases) if fresh else old.batch
         assert batch is not None
         try:
             gradient = accumulate(
