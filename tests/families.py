@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -91,7 +92,7 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **chan
     """A model in evaluation mode. A float64 one is exact to 1e-11 only within `computing_in_float64`."""
     config_name, model_name, extra = _RECIPES[family]
     torch.manual_seed(seed)
-    options = {**_DENSE, **extra, **changes}
+    options = deepcopy({**_DENSE, **extra, **changes})  # configs keep the lists that they are given
     if family == "qwen3_5_image":
         vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
         config = transformers.Qwen3_5Config(text_config=options, vision_config=vision, tie_word_embeddings=False)

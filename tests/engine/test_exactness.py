@@ -82,7 +82,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["full", 20])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_lora_on_attention(adapter: str, mode: Any) -> None:
     targets, options = ADAPTERS[adapter]

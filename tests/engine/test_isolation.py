@@ -26,7 +26,7 @@ class Interrupt(Exception):
 
 
 def small_group() -> Group:
-    return group(num_prompt=31, lengths=(5, 9, 1))
+    return group(num_prompt=24, lengths=(5, 9, 1))
 
 
 def fingerprint(state: Any) -> list[tuple[Any, ...]]:
@@ -81,7 +81,7 @@ def test_many_branches_leave_the_state_as_captured(family: str, tier: str, tmp_p
         captured = fingerprint(state)
         assert captured
         scored = engine.score(state, what.responses)
-        for _ in range(3):
+        for _ in range(2):
             engine.score(state, what.responses, temperature=0.7)
             engine.sample(state, num=3, max_new_tokens=6)
             engine.backward(state, what.responses, what.objective)

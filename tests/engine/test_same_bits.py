@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -52,10 +53,18 @@ def step(engine: longstraw.Engine) -> tuple[Any, dict[str, torch.Tensor]]:
     return outcome, found
 
 
-def assert_same(model: Any, options: dict[str, Any], **common: Any) -> None:
-    common = PIECES | common
-    first, expected = step(engine_with(model, {}, **common))
-    outcome, found = step(engine_with(model, options, **common))
+@cache
+def plain(family: str, dtype: torch.dtype, mode: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """(model, outcome, gradients) of a step without any of the options."""
+    model = build(family, dtype=dtype)
+    return model, *step(longstraw.Engine(model, prompt_grad=mode, **PIECES))
+
+
+def assert_same(
+    family: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, mode: Any = "full", **common: Any
+) -> None:
+    model, first, expected = plain(family, dtype, mode)
+    outcome, found = step(engine_with(model, options, prompt_grad=mode, **PIECES, **common))
     assert torch.equal(outcome.loss, first.loss)
     assert all(torch.equal(a, b) for a, b in zip(outcome.logps, first.logps))
     assert found.keys() == expected.keys()
@@ -66,23 +75,23 @@ def assert_same(model: Any, options: dict[str, Any], **common: Any) -> None:
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_not_a_bit_changes(family: str, option: str) -> None:
-    assert_same(build(family, dtype=torch.float32), OPTIONS[option])
+    assert_same(family, OPTIONS[option])
 
 
 @pytest.mark.parametrize("option", ["few states, all graphs", "everything"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_not_a_bit_changes_on_other_tiers(tier: str, option: str, tmp_path: Any) -> None:
-    assert_same(build("qwen3_5", dtype=torch.float32), OPTIONS[option], tier=tier, page_dir=tmp_path)
+    assert_same("qwen3_5", OPTIONS[option], tier=tier, page_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("mode, option", [("none", "all graphs"), (11, "all graphs"), (11, "everything")])
 def test_not_a_bit_changes_in_other_modes(mode: Any, option: str) -> None:
-    assert_same(build("qwen3_5", dtype=torch.float32), OPTIONS[option], prompt_grad=mode)
+    assert_same("qwen3_5", OPTIONS[option], mode=mode)
 
 
 def test_not_a_bit_changes_in_bfloat16() -> None:
-    assert_same(build("qwen3_5", dtype=torch.bfloat16), OPTIONS["everything"])
+    assert_same("qwen3_5", OPTIONS["everything"], torch.bfloat16)
 
 
 @pytest.mark.parametrize("option", ["all graphs", "everything"])
@@ -111,7 +120,7 @@ def test_a_step_that_raises_in_the_sweep(option: str) -> None:
             raise KeyboardInterrupt
 
     engine = engine_with(model, OPTIONS[option], progress=progress, **PIECES)
-    _, expected = step(longstraw.Engine(model, **PIECES))
+    expected = plain("qwen3_5", torch.float32, "full")[2]
     with engine.capture(what().prompt) as state:
         captured = fingerprint(state)
         with pytest.raises(KeyboardInterrupt):
