@@ -183,7 +183,13 @@ def test_a_page_that_cannot_be_read(phase: str, tier: str, tmp_path: Any, monkey
         assert all(p.grad is None for p in model.parameters())
         assert fingerprint(state) == captured
         assert "cotangent" not in state.nbytes
+        engine.backward(state, what.responses, what.objective)  # the disk is back
+        found = reference.gradients(model)
     assert not list(tmp_path.iterdir())
+    model.zero_grad(set_to_none=True)
+    with longstraw.Engine(model, **PIECES).capture(what.prompt) as state:
+        longstraw.Engine(model, **PIECES).backward(state, what.responses, what.objective)
+    assert all(torch.equal(gradient, found[name]) for name, gradient in reference.gradients(model).items())
 
 
 def test_an_objective_that_raises_is_not_swallowed() -> None:

@@ -81,7 +81,7 @@ class PageStore:
 
     def stream(self, pages: Sequence[Page]) -> Iterator[tuple[Page, Tensors]]:
         """Yields pages in order while the next one is on its way."""
-        ahead = self._staged.pop(pages[0].number, None) if pages else None
+        ahead = self._taken_up(pages[0]) if pages else None
         try:
             for index, page in enumerate(pages):
                 coming, ahead = ahead, None
@@ -211,6 +211,14 @@ class PageStore:
         elif isinstance(held, Block):
             return held.tensors()
         return tuple(t.to(self.device, non_blocking=True) for t in held) if on_gpu else held
+
+    def _taken_up(self, page: Page) -> tuple[Page, Future[Arrival]] | None:
+        """The read that `stage` began. One that failed, in an earlier step perhaps, is begun anew."""
+        staged = self._staged.pop(page.number, None)
+        if staged is not None and staged[1].exception() is not None:
+            page.pins -= 1
+            return None
+        return staged
 
     def _ahead(self, page: Page) -> tuple[Page, Future[Arrival]] | None:
         """Starts bringing a page, if that takes time."""
