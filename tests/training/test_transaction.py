@@ -70,7 +70,7 @@ def test_a_failure_before_the_optimizer_leaves_everything_as_it_was(
 
     monkeypatch.setattr(trainer_module.Engine, "capture", remembering)
     if where == "accumulate":
-        original = trainer_module.accumulate
+        original = update.StepGradient.take
 
         def failing(*arguments: Any, **keywords: Any) -> Any:
             found = original(*arguments, **keywords)
@@ -78,7 +78,7 @@ def test_a_failure_before_the_optimizer_leaves_everything_as_it_was(
                 raise MemoryError("out of memory after the backward pass")
             return found
 
-        monkeypatch.setattr(trainer_module, "accumulate", failing)
+        monkeypatch.setattr(update.StepGradient, "take", failing)
     else:
         original_sample = trainer_module.Engine.sample
 

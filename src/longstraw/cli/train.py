@@ -86,6 +86,8 @@ def _run(config: TrainConfig, resume: bool, embedded: bool) -> None:
     except StopRequested as stop:
         typer.echo("\nStopped. " + " ".join(getattr(stop, "__notes__", [])), err=True)
         raise typer.Exit(INTERRUPTED) from None
+    if not result.is_first:
+        return
     typer.echo(
         f"The run is in {result.path}: metrics.jsonl, completions/, checkpoints/, and the trained model in final/."
     )

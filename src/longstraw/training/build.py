@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from longstraw.engine.engine import Engine
+from longstraw.parallel.processes import Processes
 from longstraw.training.config import TrainConfig
 from longstraw.training.data import PromptSet, PromptStream, prepare_prompts, read_rows
 from longstraw.training.evaluation import Evaluator
@@ -21,14 +22,16 @@ from longstraw.training.text import TextCodec
 from longstraw.training.trainer import Trainer
 
 
-def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter) -> Trainer:
+def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processes: Processes | None = None) -> Trainer:
     """Rewards and rows first, then the model, then what needs both."""
     functions = {name: load_reward(name) for name in config.reward_funcs if is_function_reference(name)}
     rollout_func = load_function(config.rollout_func, "rollout_func") if config.rollout_func else None
     rows = read_rows(config.dataset, "dataset")
     held_out = {name: read_rows(options, f"eval.{name}") for name, options in config.eval.items()}
 
+    processes = processes or Processes()
     policy = load_policy(config)
+    processes.broadcast(trainable_parameters(policy.model).values())
     codec = TextCodec(policy.tokenizer, config.chat_template_kwargs, policy.model.config.get_text_config().vocab_size)
     rewards = [
         functions.get(name)
@@ -65,6 +68,7 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter) -> Train
             checkpoint_layers=config.checkpoint_layers,
             checkpoint_bytes=config.checkpoint_bytes,
             progress=reporter.phase,
+            mesh=processes.mesh if trained else None,
         )
 
     reference = ReferencePolicy(policy, make_engine) if config.beta > 0 else None
@@ -78,8 +82,10 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter) -> Train
         num_steps = batches * config.num_iterations
     stream = PromptStream(prompts, config.seed, config.shuffle_dataset)
     engine = make_engine(policy.model, trained=True)
-    collector = RolloutCollector(config, engine, codec, stream, rewards, reference, policy.stop_ids, rollout_func)
-    evaluator = Evaluator(config, sets, make_engine(policy.model), codec, rewards, policy.stop_ids)
+    collector = RolloutCollector(
+        config, engine, codec, stream, rewards, reference, policy.stop_ids, rollout_func, processes
+    )
+    evaluator = Evaluator(config, sets, make_engine(policy.model), codec, rewards, policy.stop_ids, processes)
     return Trainer(
         config,
         run,
@@ -92,6 +98,7 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter) -> Train
         evaluator,
         reporter,
         num_steps,
+        processes,
     )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from longstraw.engine.engine import Engine
-from longstraw.objective import combine_rewards
+from longstraw.parallel.processes import Processes, in_order
 from longstraw.training.config import TrainConfig
 from longstraw.training.config_parts import EvalConfig
 from longstraw.training.data import PromptSet, derive_seed
 from longstraw.training.groups import Group
+from longstraw.training.judge import Judged, judge
 from longstraw.training.metrics import Row, describe, mean_and_deviation
 from longstraw.training.rewards import RewardFunction
 from longstraw.training.rng import untouched_rng
-from longstraw.training.rollout import score_groups
 from longstraw.training.text import TextCodec
 
 
@@ -35,6 +36,7 @@ class Evaluator:
         codec: TextCodec,
         rewards: Sequence[RewardFunction],
         stop_ids: list[int],
+        processes: Processes | None = None,
     ) -> None:
         self._config = config
         self._sets = sets
@@ -42,6 +44,7 @@ class Evaluator:
         self._codec = codec
         self._rewards = rewards
         self._stop_ids = stop_ids
+        self._processes = processes or Processes()
 
     def __bool__(self) -> bool:
         return bool(self._sets)
@@ -52,14 +55,20 @@ class Evaluator:
         with untouched_rng():
             for name, (prompts, options) in self._sets.items():
                 begin = time.perf_counter()
-                row |= self._run_set(name, prompts, options, trainer_state)
+                judged = in_order(
+                    self._processes.together(partial(self._judge_share, name, prompts, options, trainer_state))
+                )
+                row |= {f"eval/{name}/{key}": value for key, value in _summary(judged).items()}
                 row[f"eval/{name}/time"] = time.perf_counter() - begin
         return row
 
-    def _run_set(self, name: str, prompts: PromptSet, options: EvalConfig, trainer_state: Any) -> Row:
+    def _judge_share(self, name: str, prompts: PromptSet, options: EvalConfig, trainer_state: Any) -> dict[int, Judged]:
+        """This process's share of a set: sampled and judged, by position."""
         config = self._config
-        groups, completions = [], []
+        groups = []
         for position, prompt in enumerate(prompts.prompts[: options.num_samples]):
+            if not self._processes.owns(position):
+                continue
             with self._engine.capture(prompt.ids) as state:
                 drafts = self._engine.sample(
                     state,
@@ -74,11 +83,16 @@ class Evaluator:
                     seed=derive_seed(config.seed, "eval", name, position),
                 )
             groups.append(Group(position, prompt, [draft.ids for draft in drafts], [], [], []))
-            completions += self._codec.decode_completions(prompt.prompt, [draft.ids.tolist() for draft in drafts])
         self._engine.meter.phases.clear()
-        scores = score_groups(self._rewards, groups, completions, trainer_state)
-        totals = combine_rewards(scores.per_function, config.reward_weights).tolist()
-        mean, deviation = mean_and_deviation(None if total != total else total for total in totals)
-        lengths = describe((len(ids) for group in groups for ids in group.responses), "completions/{}_length", ["mean"])
-        row: Row = {"reward": mean, "reward_std": deviation, "num_samples": len(groups), **lengths}
-        return {f"eval/{name}/{key}": value for key, value in row.items()}
+        return judge(self._rewards, config.reward_weights, groups, self._codec, trainer_state)
+
+
+def _summary(judged: Sequence[Judged]) -> Row:
+    mean, deviation = mean_and_deviation(reward for entry in judged for reward in entry.group.rewards)
+    lengths = (len(ids) for entry in judged for ids in entry.group.responses)
+    return {
+        "reward": mean,
+        "reward_std": deviation,
+        "num_samples": len(judged),
+        **describe(lengths, "completions/{}_length", ["mean"]),
+    }

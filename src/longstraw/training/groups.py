@@ -32,6 +32,7 @@ class Group:
         reference_logps: [R_i] each, with a KL term.
         state: the prompt's resident state while it is kept.
         captured_in: the iteration over the responses in which it was captured.
+        owner: the process that sampled the responses and takes their gradient.
     """
 
     position: int
@@ -48,6 +49,11 @@ class Group:
     reference_logps: list[torch.Tensor] | None = None
     state: ResidentState | None = None
     captured_in: int = 0
+    owner: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Between processes it travels without its state, and without the prompt, which every process has."""
+        return {**self.__dict__, "state": None, "prompt": None}
 
     @property
     def prompt_ids(self) -> torch.Tensor:

@@ -15,12 +15,17 @@ Row = dict[str, Any]
 class MetricsLog:
     """Appends rows to a JSON lines file. A number that is not finite is written as null.
 
+    Args:
+        path: the file.
+        writes: False where another process writes it.
+
     Attributes:
         listeners: called with every row that is appended, once it is written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writes: bool = True) -> None:
         self._path = path
+        self._writes = writes
         self.listeners: list[Callable[[Row], None]] = []
 
     def rows(self) -> list[Row]:
@@ -36,6 +41,8 @@ class MetricsLog:
         return rows
 
     def append(self, row: Row) -> None:
+        if not self._writes:
+            return
         with self._path.open("a") as file:
             file.write(json.dumps(to_plain(row)) + "\n")
         for listener in self.listeners:
@@ -43,6 +50,8 @@ class MetricsLog:
 
     def drop_after(self, step: int) -> None:
         """Forget rows of later steps: they will be run again. The file is replaced at once."""
+        if not self._writes:
+            return
         kept = [row for row in self.rows() if row.get("step", 0) <= step]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))

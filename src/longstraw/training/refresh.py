@@ -29,6 +29,11 @@ class Staleness:
     drifts: list[float] = field(default_factory=list)
     num_recaptured: int = 0
 
+    def __add__(self, other: Staleness) -> Staleness:
+        return Staleness(
+            self.steps + other.steps, self.drifts + other.drifts, self.num_recaptured + other.num_recaptured
+        )
+
     def metrics(self) -> dict[str, float]:
         """`staleness/steps` and, where it was measured, `staleness/drift` as means; `staleness/recaptured`."""
         row: dict[str, float] = {"staleness/recaptured": self.num_recaptured}

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from longstraw.engine.engine import Engine
-from longstraw.objective import combine_rewards, group_advantages
+from longstraw.objective import group_advantages
+from longstraw.parallel.processes import Processes, in_order
 from longstraw.state.resident import ResidentState
 from longstraw.training.config import TrainConfig
 from longstraw.training.data import Prompt, PromptStream, derive_seed
 from longstraw.training.errors import StepRefused
 from longstraw.training.groups import Batch, Group
+from longstraw.training.judge import Judged, judge
 from longstraw.training.phases import PhaseLedger
 from longstraw.training.reference import ReferencePolicy
-from longstraw.training.rewards import RewardFunction, RewardScores, score
+from longstraw.training.rewards import RewardFunction
 from longstraw.training.rollout_func import call_rollout
 from longstraw.training.text import TextCodec
 
 
 class RolloutCollector:
-    """Makes the batch of a step from the stream of prompts."""
+    """Makes the batch of a step from the stream of prompts; of several processes each samples its share."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class RolloutCollector:
         reference: ReferencePolicy | None,
         stop_ids: list[int],
         rollout_func: Callable[..., Any] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -44,14 +47,18 @@ class RolloutCollector:
         self._reference = reference
         self._stop_ids = stop_ids
         self._rollout_func = rollout_func
+        self._processes = processes or Processes()
 
     def collect(self, position: int, trainer_state: Any, phases: PhaseLedger) -> Batch:
         """Draw prompts from `position` on until the step has its groups. On an exception every state is released.
+
+        Every process gets the whole batch; the states in it are those of its own groups.
 
         Raises:
             RewardError, RolloutError: a function of the user's failed.
             StepRefused: the model's output is not finite.
             ValueError: the engine refuses a prompt.
+            ProcessError: something of this in another process.
         """
         config = self._config
         batch = Batch([], position)
@@ -59,20 +66,19 @@ class RolloutCollector:
         try:
             for _ in range(config.max_resampling_rounds if config.dynamic_sampling else 1):
                 wanted = config.prompts_per_update - len(batch.groups)
-                drawn = []
-                for group in self._draw(batch.next_position, wanted, phases):
-                    drawn.append(group)
+                positions = range(batch.next_position, batch.next_position + wanted)
+                drawn.clear()
+                shares = self._processes.together(partial(self._draw, positions, drawn, trainer_state, phases))
                 batch.next_position += wanted
-                self._reward_and_keep(batch, drawn, trainer_state, phases)
+                self._keep(batch, in_order(shares))
                 if len(batch.groups) == config.prompts_per_update:
                     break
             self._set_advantages(batch)
             if self._reference is not None:
                 with phases.timed("reference"):
-                    for group in batch.groups:
-                        group.reference_logps = self._reference.score(
-                            group.prompt_ids, group.responses, config.temperature
-                        )
+                    scored = in_order(self._processes.together(lambda: self._score_reference(batch)))
+                for group, logps in zip(batch.groups, scored, strict=True):
+                    group.reference_logps = logps
         except BaseException:
             for group in [*batch.groups, *drawn]:
                 group.release()
@@ -82,12 +88,19 @@ class RolloutCollector:
                 group.release()
         return batch
 
-    def _draw(self, position: int, num_prompts: int, phases: PhaseLedger) -> Iterator[Group]:
-        for place in range(position, position + num_prompts):
-            prompt = self._stream.at(place)
+    def _draw(self, positions: range, drawn: list[Group], trainer_state: Any, phases: PhaseLedger) -> dict[int, Judged]:
+        """This process's share of the prompts at `positions`: captured, sampled and judged, by position.
+
+        Args:
+            drawn: receives every group as soon as there is one.
+        """
+        for place, position in enumerate(positions):
+            if not self._processes.owns(place):
+                continue
+            prompt = self._stream.at(position)
             state = self._engine.capture(prompt.ids)
             try:
-                group = self._sample(place, prompt, state)
+                group = self._sample(position, prompt, state)
             except BaseException:
                 state.release()
                 raise
@@ -96,7 +109,9 @@ class RolloutCollector:
                 group.state = state
             else:
                 state.release()
-            yield group
+            drawn.append(group)
+        with phases.timed("reward"):
+            return judge(self._rewards, self._config.reward_weights, drawn, self._codec, trainer_state)
 
     def _sample(self, place: int, prompt: Prompt, state: ResidentState) -> Group:
         config = self._config
@@ -144,35 +159,36 @@ class RolloutCollector:
             ],
             num_chosen=[int(mask.sum()) for mask in chosen],
             columns=columns,
+            owner=self._processes.rank,
         )
 
-    def _reward_and_keep(self, batch: Batch, drawn: list[Group], trainer_state: Any, phases: PhaseLedger) -> None:
-        completions = [
-            completion
-            for group in drawn
-            for completion in self._codec.decode_completions(
-                group.prompt.prompt, [ids.tolist() for ids in group.responses]
-            )
-        ]
-        begin = time.perf_counter()
-        scores = score_groups(self._rewards, drawn, completions, trainer_state)
-        phases.add("reward", time.perf_counter() - begin)
-        totals = combine_rewards(scores.per_function, self._config.reward_weights).tolist()
-        size = self._config.num_generations
-        for index, group in enumerate(drawn):
-            samples = slice(index * size, (index + 1) * size)
-            group.rewards = [None if total != total else total for total in totals[samples]]
+    def _keep(self, batch: Batch, judged: Sequence[Judged]) -> None:
+        """Put groups into the batch, those without signal aside where they are to be replaced."""
+        logged = list({entry.group.owner: entry.scores.metrics for entry in judged}.values())
+        for name in dict.fromkeys(name for metrics in logged for name in metrics):
+            values = [metrics[name] for metrics in logged if name in metrics]
+            batch.scores.metrics[name] = sum(values) / len(values)
+        for entry in judged:
+            group = entry.group
+            group.prompt = self._stream.at(group.position)
+            batch.scores.names = entry.scores.names
             if self._config.dynamic_sampling and not group.rewards_differ:
                 group.release()
                 batch.num_replaced += 1
                 continue
             batch.groups.append(group)
-            batch.completions += completions[samples]
-            batch.scores.per_function += scores.per_function[samples]
-            for column, values in scores.extra.items():
-                batch.scores.extra.setdefault(column, []).extend(values[samples])
-        batch.scores.names = scores.names
-        batch.scores.metrics |= scores.metrics
+            batch.completions += entry.completions
+            batch.scores.per_function += entry.scores.per_function
+            for column, values in entry.scores.extra.items():
+                batch.scores.extra.setdefault(column, []).extend(values)
+
+    def _score_reference(self, batch: Batch) -> dict[int, list[torch.Tensor]]:
+        assert self._reference is not None
+        return {
+            place: self._reference.score(group.prompt_ids, group.responses, self._config.temperature)
+            for place, group in enumerate(batch.groups)
+            if self._processes.owns(group.owner)
+        }
 
     def _set_advantages(self, batch: Batch) -> None:
         if not batch.groups:
@@ -182,27 +198,3 @@ class RolloutCollector:
         )
         for group, row in zip(batch.groups, advantages.tolist(), strict=True):
             group.advantages = row
-
-
-def score_groups(
-    rewards: Sequence[RewardFunction], groups: Sequence[Group], completions: Sequence[Any], trainer_state: Any
-) -> RewardScores:
-    """Call the reward functions on all responses of the groups; every prompt and column is repeated for its group."""
-    samples = [(group, index, ids.tolist()) for group in groups for index, ids in enumerate(group.responses)]
-    names = dict.fromkeys(name for group in groups for name in [*group.prompt.columns, *group.columns])
-
-    def column(name: str) -> list[Any]:
-        return [
-            group.columns[name][index] if name in group.columns else group.prompt.columns.get(name)
-            for group, index, _ in samples
-        ]
-
-    return score(
-        rewards,
-        prompts=[group.prompt.prompt for group, _, _ in samples],
-        completions=completions,
-        completion_ids=[ids for _, _, ids in samples],
-        columns={name: column(name) for name in names},
-        trainer_state=trainer_state,
-        step=trainer_state.global_step + 1,
-    )

@@ -25,6 +25,7 @@ def batch_to_stored(batch: Batch | None) -> tuple[dict[str, Any] | None, dict[st
         groups.append(
             {
                 "position": group.position,
+                "owner": group.owner,
                 "finish_reasons": group.finish_reasons,
                 "rewards": group.rewards,
                 "advantages": group.advantages,
@@ -54,6 +55,7 @@ def batch_from_stored(
                 rewards=entry["rewards"],
                 advantages=entry["advantages"],
                 sampled_logps=lists.pop("sampled_logps", None),
+                owner=entry["owner"],
                 **lists,
             )
         )

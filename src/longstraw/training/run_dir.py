@@ -32,15 +32,17 @@ class RunDir:
 
     Args:
         path: the directory.
+        writes: False where another process writes it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writes: bool = True) -> None:
         self.path = path
+        self.writes = writes
         self.config_file = path / "config.yaml"
         self.checkpoints = path / "checkpoints"
         self.completions = path / "completions"
         self.final = path / "final"
-        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.metrics = MetricsLog(path / "metrics.jsonl", writes)
 
     @classmethod
     def open(cls, config: TrainConfig, resume: bool) -> RunDir:
@@ -73,6 +75,8 @@ class RunDir:
 
     def begin(self, config: TrainConfig) -> None:
         """Create the directory, write the configuration and the receipt of this start."""
+        if not self.writes:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.config_file, config_to_yaml(config))  # first: with it the run can be resumed
         for folder in (self.completions, self.checkpoints):
@@ -84,21 +88,28 @@ class RunDir:
 
     def write_completions(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Completions of one step as JSON lines; replaces those of an earlier try at the step."""
+        if not self.writes:
+            return
         lines = (json.dumps(to_plain(row), ensure_ascii=False) + "\n" for row in rows)
         _replace(self.completions / f"step-{step:06d}.jsonl", "".join(lines))
 
     def drop_after(self, step: int) -> None:
         """Forget metrics and completions of later steps, which will be run again."""
+        if not self.writes:
+            return
         self.metrics.drop_after(step)
         for path in self.completions.glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        _replace(self.path / "summary.json", json.dumps(to_plain(summary), indent=1))
+        if self.writes:
+            _replace(self.path / "summary.json", json.dumps(to_plain(summary), indent=1))
 
     def save_final(self, model: Any, tokenizer: Any | None) -> None:
         """The model in save_pretrained form; only the trained adapter, in PEFT form, where there is one."""
+        if not self.writes:
+            return
         writing = self.path / ".writing-final"
         shutil.rmtree(writing, ignore_errors=True)
         if hasattr(model, "peft_config"):

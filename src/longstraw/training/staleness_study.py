@@ -14,9 +14,7 @@ from transformers import TrainerState
 from longstraw.training.groups import Batch
 from longstraw.training.oracle import compare
 from longstraw.training.phases import PhaseLedger
-from longstraw.training.refresh import StateKeeper
 from longstraw.training.trainer import Trainer
-from longstraw.training.update import accumulate
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def study(trainer: Trainer, num_rounds: int, num_segments: int) -> Iterator[Meas
 
 def _round(trainer: Trainer, batch: Batch, number: int, num_segments: int) -> Iterator[Measurement]:
     config, engine = trainer.config, trainer.engine
-    loss, states = config.policy_loss(), StateKeeper(config, engine)
+    loss = config.policy_loss()
     studied = [group for group in batch.groups if group.state is not None]
     if not studied:
         raise ValueError(
@@ -102,7 +100,7 @@ def _round(trainer: Trainer, batch: Batch, number: int, num_segments: int) -> It
                         engine.meter.phases["capture"].seconds,
                     )
             if steps < config.num_iterations:
-                accumulate(batch, config, engine, states, loss, trainer.optimizer, PhaseLedger(), steps)
+                trainer.gradient.take(batch, steps, PhaseLedger())
                 trainer.optimizer.step()
     finally:
         for state in kept.values():

@@ -7,23 +7,23 @@ import time
 from transformers import TrainerState
 
 from longstraw.engine.engine import Engine
+from longstraw.parallel.processes import Processes
 from longstraw.training.checkpoint import Checkpoint, load_newest, save_checkpoint
 from longstraw.training.config import TrainConfig
-from longstraw.training.data import PromptSet, PromptStream
+from longstraw.training.data import PromptSet, PromptStream, derive_seed
 from longstraw.training.evaluation import Evaluator
 from longstraw.training.interrupts import Interrupts
 from longstraw.training.loading import Policy
 from longstraw.training.metrics import Row
 from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.phases import PhaseLedger
-from longstraw.training.refresh import StateKeeper
 from longstraw.training.report import Reporter, evaluated_names
-from longstraw.training.rng import RngState
+from longstraw.training.rng import RngState, seed_everything
 from longstraw.training.rollout import RolloutCollector
 from longstraw.training.run_dir import RunDir
 from longstraw.training.snapshot import Progress, copied, restore_snapshot, take_snapshot
 from longstraw.training.step_metrics import completion_rows, rollout_metrics
-from longstraw.training.update import accumulate
+from longstraw.training.update import StepGradient
 
 
 class Trainer:
@@ -40,10 +40,12 @@ class Trainer:
         evaluator: may be empty.
         reporter: prints.
         num_steps: optimizer steps in all.
+        processes: those that train together.
 
     Attributes:
         progress: where the run is.
         saved_step: the step of the checkpoint that was last written or resumed from.
+        history: rows of metrics, of steps and evaluations.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Trainer:
         evaluator: Evaluator,
         reporter: Reporter,
         num_steps: int,
+        processes: Processes | None = None,
     ) -> None:
         self.config = config
         self.run = run
@@ -71,32 +74,37 @@ class Trainer:
         self.progress = Progress()
         self.saved_step = 0
         self.collector = collector
+        self.gradient = StepGradient(config, engine, optimizer, processes)
+        self._processes = processes or Processes()
         self._stream = stream
         self._num_prompts = len(prompts)
         self._fingerprint = prompts.fingerprint()
-        self._loss = config.policy_loss()
-        self._states = StateKeeper(config, engine)
         self._boundary: Checkpoint | None = None  # of the last step between two rollouts, where states are kept
         self._interrupts = Interrupts()
         self._step_rng = RngState.capture()
-        self._history: list[Row] = run.metrics.rows()
+        self.history: list[Row] = []
 
     def resume(self) -> int:
         """Go back to the newest sound checkpoint, or to the start if there is none. Returns the step.
 
         Raises:
-            ValueError: the checkpoint belongs to other prompts or other parameters.
+            ValueError: the checkpoint belongs to other prompts or other parameters, or processes see different ones.
         """
         checkpoint = load_newest(self.run.checkpoints)
+        steps = self._processes.together(lambda: checkpoint.step if checkpoint else None)
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"'output_dir': the processes find checkpoints of different steps ({steps}) in {self.run.path}. Put it "
+                "on a file system that they share."
+            )
         if checkpoint is None:
             self.run.drop_after(-1)
-            self._history = []
             return 0
         self.progress = restore_snapshot(checkpoint, self.optimizer, self._stream, self._fingerprint)
         self.saved_step = checkpoint.step
         self._step_rng = RngState.capture()
         self.run.drop_after(checkpoint.step)
-        self._history = self.run.metrics.rows()
+        self.history = self._processes.together(lambda: self.run.metrics.rows() if self.run.writes else [])[0]
         return checkpoint.step
 
     def train(self) -> None:
@@ -121,8 +129,11 @@ class Trainer:
         """Write a checkpoint of the last complete step, with the random state that the next one started from.
 
         A stale state could not be captured again after resuming. While one is kept, the checkpoint is that of the step
-        before the responses in use were sampled, and a resumed run repeats the iterations since.
+        before the responses in use were sampled, and a resumed run repeats the iterations since. Of several processes
+        the first one writes.
         """
+        if not self.run.writes:
+            return
         checkpoint = self._boundary if self._between_iterations and self._boundary else self._snapshot()
         save_checkpoint(self.run.checkpoints, checkpoint, self.config.save_total_limit)
         self.saved_step = checkpoint.step
@@ -139,8 +150,7 @@ class Trainer:
             if step >= self.num_steps:
                 return
             self._step_rng = RngState.capture()
-            if not self.config.refresh.is_always and not (self._between_iterations and self._boundary):
-                self._boundary = copied(self._snapshot())
+            self._keep_boundary()
             self._one_step(step)
             self._step_rng = RngState.capture()
 
@@ -148,22 +158,16 @@ class Trainer:
         """One transaction: until the optimizer's step nothing of the run has changed."""
         begin = time.perf_counter()
         phases = PhaseLedger()
+        if not self._processes.is_alone:
+            # What rewards draw then depends on step and process alone, and no random state has to be gathered.
+            seed_everything(derive_seed(self.config.seed, "step", step, self._processes.rank))
         old = self.progress
         iteration = step % self.config.num_iterations
         fresh = old.batch is None or iteration == 0
         batch = self.collector.collect(old.position, self._trainer_state(), phases) if fresh else old.batch
         assert batch is not None
         try:
-            gradient = accumulate(
-                batch,
-                self.config,
-                self.engine,
-                self._states,
-                self._loss,
-                self.optimizer,
-                phases,
-                iteration,
-            )
+            gradient = self.gradient.take(batch, iteration, phases)
         except BaseException:
             batch.release()
             raise
@@ -205,6 +209,12 @@ class Trainer:
         """Whether the next step uses responses that are there."""
         return self.progress.step % self.config.num_iterations != 0
 
+    def _keep_boundary(self) -> None:
+        if self.config.refresh.is_always or not self.run.writes:
+            return
+        if not self._between_iterations or self._boundary is None:
+            self._boundary = copied(self._snapshot())
+
     def _snapshot(self) -> Checkpoint:
         return take_snapshot(
             self.progress, self.optimizer, self._step_rng, self._fingerprint, self.config.num_iterations
@@ -219,7 +229,7 @@ class Trainer:
             or step >= self.num_steps
             or (every is not None and step > 0 and step % every == 0)
         )
-        return due and not any(row["step"] == step and evaluated_names(row) for row in self._history)
+        return due and not any(row["step"] == step and evaluated_names(row) for row in self.history)
 
     def _evaluate(self, step: int) -> None:
         row = {"step": step, **self.evaluator.run(self._trainer_state())}
@@ -228,7 +238,7 @@ class Trainer:
 
     def _log(self, row: Row) -> None:
         self.run.metrics.append(row)
-        self._history.append(row)
+        self.history.append(row)
 
     def _trainer_state(self) -> TrainerState:
         progress = self.progress
@@ -237,5 +247,5 @@ class Trainer:
             global_step=progress.step,
             max_steps=self.num_steps,
             num_input_tokens_seen=progress.num_tokens,
-            log_history=self._history,
+            log_history=self.history,
         )

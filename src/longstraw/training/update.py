@@ -1,15 +1,16 @@
-"""The gradient of one optimizer step: every group's share, completed over ranks, clipped; and the optimizer's step."""
+"""The gradient of one optimizer step: every group's share, completed over processes, clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from longstraw.engine.engine import Engine
-from longstraw.objective import Mean, Normalizer, PolicyLoss, merge_metrics
+from longstraw.objective import Mean, Normalizer, merge_metrics
+from longstraw.parallel.processes import Processes, in_order
 from longstraw.state.resident import ResidentState
 from longstraw.training.config import TrainConfig
 from longstraw.training.errors import StepRefused
@@ -21,7 +22,7 @@ from longstraw.training.refresh import Staleness, StateKeeper
 
 @dataclass
 class Gradient:
-    """What `accumulate` found; the gradient itself is in `.grad`.
+    """What `StepGradient.take` found; the gradient itself is in `.grad`.
 
     Attributes:
         loss: of the whole step.
@@ -36,107 +37,162 @@ class Gradient:
     metrics: dict[str, float]
 
 
-def accumulate(
-    batch: Batch,
-    config: TrainConfig,
-    engine: Engine,
-    states: StateKeeper,
-    loss: PolicyLoss,
-    optimizer: NamedOptimizer,
-    phases: PhaseLedger,
-    iteration: int,
-) -> Gradient:
-    """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
+@dataclass
+class _GroupResult:
+    """What a group's backward pass found.
 
-    A group in which no scored token has an advantage contributes nothing; without a KL term it is left out before any
-    work. It still counts in the normaliser.
+    Attributes:
+        loss: the group's share of the step's.
+        metrics: of the loss.
+        logps: under the present policy, on the CPU; none where no further iteration needs them.
+        differences: of the sampler's log-probabilities from them, [num_tokens]; empty where none are compared.
+    """
+
+    loss: float
+    metrics: dict[str, Mean]
+    logps: list[torch.Tensor]
+    differences: torch.Tensor
+
+
+@dataclass
+class _Share:
+    """What one process did in a step: results by place in the batch; which parameters got a gradient."""
+
+    results: dict[int, _GroupResult] = field(default_factory=dict)
+    staleness: Staleness = field(default_factory=Staleness)
+    reached: set[int] = field(default_factory=set)
+
+
+class StepGradient:
+    """Takes gradients of batches; of several processes each takes those of its own groups.
 
     Args:
-        states: hands out the prompts' states.
-        iteration: how often the batch was used before. With more to come, the first one's log-probabilities are kept
-            as the old ones.
-    Raises:
-        StepRefused: loss or gradient is not finite.
+        config: loss, clipping, iterations, temperature.
+        engine: over the trained model, with the processes' mesh.
+        optimizer: over its parameters.
     """
-    normalizer = batch.normalizer
-    total, parts, differences, staleness = 0.0, [], [], Staleness()
-    num_skipped = 0
-    try:
-        for group in batch.groups:
-            if not group.has_signal and config.beta == 0:
-                num_skipped += 1
-                continue
-            state = states.take(group, iteration, staleness)
-            try:
-                share, metrics, logps = _group_gradient(group, state, normalizer, config, engine, loss, phases)
-            except BaseException:
-                state.release()
-                raise
-            states.put_back(group, state, iteration)
-            total += share
-            parts.append(metrics)
-            if group.old_logps is None and group.sampled_logps is not None:
-                differences += [
-                    (ours.cpu() - sampled).abs() for ours, sampled in zip(logps, group.sampled_logps, strict=True)
-                ]
-            if group.old_logps is None and config.num_iterations > 1:
-                group.old_logps = [logp.cpu() for logp in logps]
-        engine.reduce_gradients()
-        norm = optimizer.clip(config.max_grad_norm)
-        if norm != norm or norm in (float("inf"), float("-inf")):
-            raise StepRefused(f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions.")
-    except BaseException:
-        optimizer.zero_grad()
-        raise
-    averages = {name: float(mean) for name, mean in merge_metrics(parts).items()}
-    if differences:
-        gathered = torch.cat(differences)
-        if gathered.numel():
-            averages["sampling/sampling_logp_difference/mean"] = float(gathered.mean())
-            averages["sampling/sampling_logp_difference/max"] = float(gathered.max())
-    return Gradient(total, norm, num_skipped, averages | staleness.metrics())
 
+    def __init__(
+        self, config: TrainConfig, engine: Engine, optimizer: NamedOptimizer, processes: Processes | None = None
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._optimizer = optimizer
+        self._processes = processes or Processes()
+        self._loss = config.policy_loss()
+        self._states = StateKeeper(config, engine)
 
-def _group_gradient(
-    group: Group,
-    state: ResidentState,
-    normalizer: Normalizer,
-    config: TrainConfig,
-    engine: Engine,
-    loss: PolicyLoss,
-    phases: PhaseLedger,
-) -> tuple[float, dict[str, Mean], list[torch.Tensor]]:
-    """The group's share of the loss, its metrics, and its log-probabilities."""
-    measured: dict[str, Mean] = {}
-    try:
-        phases.take(engine.meter)
-        outcome = engine.backward(
-            state, group.responses, _objective(group, normalizer, loss, measured), temperature=config.temperature
+    def take(self, batch: Batch, iteration: int, phases: PhaseLedger) -> Gradient:
+        """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
+
+        A group in which no scored token has an advantage contributes nothing; without a KL term it is left out before
+        any work. It still counts in the normaliser.
+
+        Args:
+            iteration: how often the batch was used before. With more to come, the first one's log-probabilities are
+                kept as the old ones.
+        Raises:
+            StepRefused: loss or gradient is not finite.
+            ProcessError: something failed in another process.
+        """
+        try:
+            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases))
+            self._engine.reduce_gradients()
+            reached = set().union(*(share.reached for share in shares))
+            for index, parameter in enumerate(self._optimizer.parameters.values()):
+                if index not in reached:
+                    parameter.grad = None  # a sum over processes that have none is no gradient
+            norm = self._optimizer.clip(self._config.max_grad_norm)
+            if norm != norm or norm in (float("inf"), float("-inf")):
+                raise StepRefused(
+                    f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions."
+                )
+        except BaseException:
+            self._optimizer.zero_grad()
+            raise
+        if self._config.num_iterations > 1:
+            for share in shares:
+                for place, result in share.results.items():
+                    if batch.groups[place].old_logps is None:
+                        batch.groups[place].old_logps = result.logps
+        results = in_order([share.results for share in shares])
+        metrics = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
+        differences = torch.cat([result.differences for result in results]) if results else torch.empty(0)
+        if differences.numel():
+            metrics["sampling/sampling_logp_difference/mean"] = float(differences.mean())
+            metrics["sampling/sampling_logp_difference/max"] = float(differences.max())
+        staleness = sum((share.staleness for share in shares), start=Staleness())
+        return Gradient(
+            sum(result.loss for result in results),
+            norm,
+            len(batch.groups) - len(results),
+            metrics | staleness.metrics(),
         )
-        phases.take(engine.meter)
-    except FloatingPointError as error:
-        raise StepRefused(f"{group.prompt.name}: {error}") from error
-    if not _all_finite(engine.host.model):
-        raise StepRefused(
-            f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
-            "model.dtype to "
-            "float32, or lower learning_rate."
+
+    def _own_share(self, batch: Batch, iteration: int, phases: PhaseLedger) -> _Share:
+        share = _Share()
+        normalizer = batch.normalizer
+        for place, group in enumerate(batch.groups):
+            if self._processes.owns(group.owner) and (group.has_signal or self._config.beta > 0):
+                state = self._states.take(group, iteration, share.staleness)
+                try:
+                    share.results[place] = self._group_gradient(group, state, normalizer, phases)
+                except BaseException:
+                    state.release()
+                    raise
+                self._states.put_back(group, state, iteration)
+        parameters = enumerate(self._optimizer.parameters.values())
+        share.reached = {index for index, parameter in parameters if parameter.grad is not None}
+        return share
+
+    def _group_gradient(
+        self, group: Group, state: ResidentState, normalizer: Normalizer, phases: PhaseLedger
+    ) -> _GroupResult:
+        measured: dict[str, Mean] = {}
+        try:
+            phases.take(self._engine.meter)
+            outcome = self._engine.backward(
+                state,
+                group.responses,
+                self._objective(group, normalizer, measured),
+                temperature=self._config.temperature,
+            )
+            phases.take(self._engine.meter)
+        except FloatingPointError as error:
+            raise StepRefused(f"{group.prompt.name}: {error}") from error
+        if not _all_finite(self._engine.host.model):
+            raise StepRefused(
+                f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
+                "model.dtype to float32, or lower learning_rate."
+            )
+        logps = [logp.cpu() for logp in outcome.logps]
+        differences = []
+        if group.old_logps is None and group.sampled_logps is not None:
+            differences = [(own - drawn).abs() for own, drawn in zip(logps, group.sampled_logps, strict=True)]
+        return _GroupResult(
+            float(outcome.loss),
+            {name: Mean(float(mean.total), mean.count) for name, mean in measured.items()},
+            logps if self._config.num_iterations > 1 else [],
+            torch.cat(differences) if differences else torch.empty(0),
         )
-    return float(outcome.loss), measured, outcome.logps
 
+    def _objective(
+        self, group: Group, normalizer: Normalizer, measured: dict[str, Mean]
+    ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+            masks = [mask.to(logp.device) for mask, logp in zip(group.masks, logps, strict=True)]
+            value, metrics = self._loss(
+                logps,
+                group.advantages,
+                normalizer,
+                old_logps=group.old_logps,
+                masks=masks,
+                ref_logps=group.reference_logps,
+            )
+            measured.update(metrics)
+            return value
 
-def _objective(
-    group: Group, normalizer: Normalizer, loss: PolicyLoss, measured: dict[str, Mean]
-) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    def objective(logps: list[torch.Tensor]) -> torch.Tensor:
-        masks = [mask.to(logp.device) for mask, logp in zip(group.masks, logps, strict=True)]
-        value, metrics = loss(
-            logps, group.advantages, normalizer, old_logps=group.old_logps, masks=masks, ref_logps=group.reference_logps
-        )
-        measured.update(metrics)
-        return value
-
-    return objective
+        return objective
 
 
 def _all_finite(model: Any) -> bool:
