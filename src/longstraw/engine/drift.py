@@ -42,4 +42,4 @@ def probe(host: ModelHost, state: ResidentState, num_segments: int, seed: int) -
 def _relative(found: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
     difference = sum((f.double() - s.double()).square().sum() for f, s in zip(found, stored))
     norm = sum(s.double().square().sum() for s in stored)
-    return torch.as_tensor(difference / norm).sqrt().cpu()
+    return torch.as_tensor(difference / norm).nan_to_num(0.0).sqrt().cpu()  # 0 / 0: a window of one token is empty

@@ -90,8 +90,9 @@ class ModelHost:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def parameter_version(self) -> int:
-        """A number that grows with every in-place change of a parameter."""
-        return sum(p._version for p in self.model.parameters())
+        """A number that changes with the parameters: written in place, replaced, frozen, or another adapter's turn."""
+        active = getattr(self.model, "active_adapters", ()) if hasattr(self.model, "peft_config") else ()
+        return hash((tuple(active), *((p.data_ptr(), p._version, p.requires_grad) for p in self.model.parameters())))
 
     def new_chain(self, store: PageStore, first_live: int) -> Chain:
         return Chain([kind(store, first_live) for kind in self.kinds])

@@ -31,10 +31,14 @@ class DataMesh:
         self._group = mesh.get_group("data")
 
     def sum_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sums `.grad` over the ranks, in place; a rank without one contributes zero."""
+        """Sums `.grad` over the ranks, in float32 at least; a rank without one contributes zero."""
         if self._group is None:
             return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM, self._group)
+            narrow = parameter.grad.dtype in (torch.bfloat16, torch.float16)
+            total = parameter.grad.float() if narrow else parameter.grad
+            dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
+            if narrow:
+                parameter.grad.copy_(total)
