@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -68,6 +69,32 @@ def test_extreme_logits() -> None:
     assert logits.grad is not None and torch.isfinite(logits.grad).all()
 
 
+def test_entropies() -> None:
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [3e38, -3e38, 0.0], [1.0, 2.0, 4.0]])
+    found = logprobs.entropies(logits, 2.0)
+    p = (logits[2].double() / 2).softmax(-1)
+    expected = torch.tensor([math.log(2), 0.0, float(-(p * p.log()).sum())])
+    torch.testing.assert_close(found, expected)
+    assert logprobs.entropies(logits.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("retained", [0, 1 << 26])
+def test_a_step_knows_the_entropies_of_its_tokens(retained: int, float64_inside: None) -> None:
+    model, what = build("llama"), group(lengths=(1, 0, 9, 30))
+    engine = longstraw.Engine(model, segment_tokens=20, block_tokens=16, retain_graph_bytes=retained)
+    with engine.capture(what.prompt) as state:
+        outcome = engine.backward(state, what.responses, what.objective, temperature=0.6)
+        logps, entropies = engine.score_with_entropies(state, what.responses, temperature=0.6)
+    for response, logp, scored, *both in zip(what.responses, outcome.logps, logps, outcome.entropies, entropies):
+        ids = torch.cat([what.prompt, response])[None]
+        logits = model(input_ids=ids).logits[0, what.prompt.numel() - 1 : -1] / 0.6
+        expected = torch.distributions.Categorical(logits=logits).entropy()
+        for found in both:
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+            assert not found.requires_grad
+        torch.testing.assert_close(scored, logp)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5, 1000])
 def test_chunks_do_not_change_the_result(chunk: int) -> None:
     torch.manual_seed(0)
@@ -79,7 +106,9 @@ def test_chunks_do_not_change_the_result(chunk: int) -> None:
     (expected * cotangents).sum().backward()
     wanted = [p.grad.clone() for p in head.parameters() if p.grad is not None]
     head.zero_grad()
-    torch.testing.assert_close(logprobs.score(head, hidden, targets, 0.8, chunk), expected.detach())
+    logps, entropies = logprobs.score(head, hidden, targets, 0.8, chunk)
+    torch.testing.assert_close(logps, expected.detach())
+    torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=head(hidden) / 0.8).entropy().detach())
     gradient = logprobs.pull_back(head, hidden, targets, cotangents, 0.8, chunk)
     torch.testing.assert_close(gradient, leaf.grad)
     for parameter, want in zip(head.parameters(), wanted, strict=True):

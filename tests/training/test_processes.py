@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "reward_funcs": "test_processes:half_flat", "dynamic_sampling": True, "shuffle_dataset": False,
         "prompts_per_step": 1, "gradient_accumulation_steps": 3,
     },
+    "most open tokens": {"top_entropy_quantile": 0.4, "num_iterations": 2, "gradient_accumulation_steps": 2},
     "one prompt for two": {"prompts_per_step": 1, "lora": {"r": 2}},
 }  # fmt: skip
 RESUMED = {"reward_funcs": "test_processes:noisy", "num_iterations": 2, "max_steps": 6}

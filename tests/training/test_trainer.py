@@ -91,6 +91,23 @@ def test_any_split_of_the_prompts_is_the_same_step(tmp_path: Path, loss_type: st
         assert_same_run(tmp_path / "together", tmp_path / f"{split}")
 
 
+@pytest.mark.parametrize("reward", ["tiny:closeness", "test_trainer:half_flat"])
+def test_the_most_open_tokens_are_those_of_the_whole_step(tmp_path: Path, reward: str) -> None:
+    changes = {
+        "max_steps": 4, "num_iterations": 2, "top_entropy_quantile": 0.3, "reward_funcs": reward,
+        "shuffle_dataset": False,
+    }  # fmt: skip
+    run(tmp_path / "together", prompts_per_step=4, **changes)
+    run(tmp_path / "apart", prompts_per_step=1, gradient_accumulation_steps=4, **changes)
+    assert_same_run(tmp_path / "together", tmp_path / "apart")
+    rows = metrics(tmp_path / "together")
+    assert [row["staleness/recaptured"] for row in metrics(tmp_path / "apart")] == [0, 4, 0, 4]
+    assert rows[1]["staleness/recaptured"] == 4  # groups without signal are scored, too
+    run(tmp_path / "all", prompts_per_step=4, **changes | {"top_entropy_quantile": 1.0})
+    assert rows[0]["grad_norm"] != pytest.approx(metrics(tmp_path / "all")[0]["grad_norm"], rel=0.05)
+    assert rows[0]["entropy"] == pytest.approx(metrics(tmp_path / "all")[0]["entropy"])
+
+
 def constant(completions: list[Any], **_: Any) -> list[float]:
     return [1.0 / 3.0] * len(completions)
 

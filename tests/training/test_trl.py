@@ -40,6 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain kl": {"loss_type": "grpo", "beta": 0.5, "use_bias_correction_kl": False},
     "masked, unscaled": {"loss_type": "dapo", "mask_truncated_completions": True, "scale_rewards": "none"},
     "batch scale": {"loss_type": "grpo", "scale_rewards": "batch"},
+    "most open tokens": {
+        "loss_type": "dapo", "top_entropy_quantile": 0.3, "beta": 0.3, "num_iterations": 2, "temperature": 0.7,
+    },
+    "most open tokens, gspo": {
+        "loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5, "num_iterations": 2,
+        "mask_truncated_completions": True,
+    },
 }  # fmt: skip
 
 
@@ -110,7 +117,7 @@ def test_losses_and_gradient_norms_are_trls(tmp_path: Path, saved: Path, variant
         assert row["learning_rate"] == pytest.approx(twin["learning_rate"])
         if "kl" in twin:
             assert row["kl"] == pytest.approx(twin["kl"], rel=1e-3, abs=1e-6)
-        for name in ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"):
+        for name in ("entropy", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length"):
             if name in row:
                 assert row[name] == pytest.approx(twin[name], rel=1e-5), f"{name} at step {row['step']}"
         for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio"):

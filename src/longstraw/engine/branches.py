@@ -83,8 +83,10 @@ class KeptBranch:
 
 
 @torch.no_grad()
-def score(host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int) -> torch.Tensor:
-    """Log-probabilities [B, T] of a bundle's targets, block by block, without a graph."""
+def score(
+    host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [B, T] of a bundle's targets and entropies [B, T], block by block, without a graph."""
     branch = state.chain.fork(len(bundle.members))
     parts = []
     try:
@@ -92,23 +94,24 @@ def score(host: ModelHost, state: ResidentState, bundle: Bundle, temperature: fl
             cache = branch.enter(index)
             hidden_BTE = host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
             assert hidden_BTE is not None
-            parts.append(_logps(host, hidden_BTE, bundle.targets_BT[:, block], temperature, chunk))
+            parts.append(_score(host, hidden_BTE, bundle.targets_BT[:, block], temperature, chunk))
             if index + 1 < len(bundle.blocks):
                 branch.commit(cache, block.stop - block.start)
     finally:
         branch.truncate(0)
-    return torch.cat(parts, 1)
+    logps, entropies = zip(*parts)
+    return torch.cat(logps, 1), torch.cat(entropies, 1)
 
 
 def score_with_graph(
     host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int
-) -> tuple[torch.Tensor, KeptBranch]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor], KeptBranch]:
     """As `score`, for a bundle of one block, with the graph that `replay` can start from."""
     branch = state.chain.fork(len(bundle.members))
     graph = build(host, branch, 0, bundle.inputs_BT, output_read=True)
     assert graph.hidden_BTE is not None
-    logps_BT = _logps(host, graph.hidden_BTE.detach(), bundle.targets_BT, temperature, chunk)
-    return logps_BT, KeptBranch(branch, graph)
+    scored = _score(host, graph.hidden_BTE.detach(), bundle.targets_BT, temperature, chunk)
+    return scored, KeptBranch(branch, graph)
 
 
 def replay(
@@ -139,8 +142,8 @@ def replay(
 
 
 @torch.no_grad()
-def _logps(
+def _score(
     host: ModelHost, hidden_BTE: torch.Tensor, targets_BT: torch.Tensor, temperature: float, chunk: int
-) -> torch.Tensor:
-    logps_N = logprobs.score(host.head, hidden_BTE.flatten(0, 1), targets_BT.flatten(), temperature, chunk)
-    return logps_N.view(targets_BT.shape)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logps_N, entropies_N = logprobs.score(host.head, hidden_BTE.flatten(0, 1), targets_BT.flatten(), temperature, chunk)
+    return logps_N.view(targets_BT.shape), entropies_N.view(targets_BT.shape)

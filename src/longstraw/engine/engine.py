@@ -36,12 +36,14 @@ class Outcome:
         loss: the objective's value, a detached scalar.
         logps: the policy's log-probabilities, one [R_i] tensor a response, detached.
         cotangents: the gradient of the loss with respect to each of them.
+        entropies: of the distribution that each token is from, in nats, one [R_i] tensor a response.
         phases: seconds and peak memory of "score", "replay" and "sweep".
     """
 
     loss: torch.Tensor
     logps: list[torch.Tensor]
     cotangents: list[torch.Tensor]
+    entropies: list[torch.Tensor]
     phases: dict[str, Phase] = field(default_factory=dict)
 
 
@@ -149,10 +151,16 @@ class Engine:
 
     def score(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> list[torch.Tensor]:
         """Log-probabilities of the responses' tokens, one [R_i] tensor each, float32 at least, without a graph."""
+        return self.score_with_entropies(state, responses, temperature)[0]
+
+    def score_with_entropies(
+        self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """As `score`, and the entropy of the distribution that each token is from, in nats, [R_i] each."""
         temperature = checks.temperature(temperature)
         bundles, ids = self._bundles(state, responses)
         with self.meter.phase("score"), self.host.running():
-            return self._score(state, bundles, ids, temperature, 0)[0]
+            return self._score(state, bundles, ids, temperature, 0)[:2]
 
     def sample(
         self,
@@ -213,7 +221,7 @@ class Engine:
                 if self.is_stale(state):
                     state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
                 with self.meter.phase("score"):
-                    logps, kept = self._score(state, bundles, ids, temperature, state.graphs.left)
+                    logps, entropies, kept = self._score(state, bundles, ids, temperature, state.graphs.left)
                 loss, cotangents = self._evaluate(state, objective, logps)
                 with self.meter.phase("replay"):
                     self._replay(state, bundles, cotangents, temperature, kept)
@@ -225,7 +233,7 @@ class Engine:
             for index in range(chain.num_pieces):
                 chain.forget_start(index)
             raise
-        return Outcome(loss, logps, cotangents, dict(self.meter.phases))
+        return Outcome(loss, logps, cotangents, entropies, dict(self.meter.phases))
 
     def is_stale(self, state: ResidentState) -> bool:
         """Whether a parameter has changed since the state was captured."""
@@ -277,23 +285,25 @@ class Engine:
         ids: list[torch.Tensor],
         temperature: float,
         graph_bytes: int,
-    ) -> tuple[list[torch.Tensor], dict[int, branches.KeptBranch]]:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[int, branches.KeptBranch]]:
         wide = torch.float64 if next(self.host.head.parameters()).dtype == torch.float64 else torch.float32
         logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
+        entropies = [torch.zeros_like(logp) for logp in logps]
         kept: dict[int, branches.KeptBranch] = {}
         for place, bundle in enumerate(bundles):
             if graph_bytes > 0 and len(bundle.blocks) == 1:
                 with saved_bytes(list(self.host.model.parameters())) as saved:
-                    scored_BT, branch = branches.score_with_graph(self.host, state, bundle, temperature, self.chunk)
+                    scored, branch = branches.score_with_graph(self.host, state, bundle, temperature, self.chunk)
                 graph_bytes -= saved.nbytes
                 if graph_bytes >= 0:
                     kept[place] = branch
                 del branch
             else:
-                scored_BT = branches.score(self.host, state, bundle, temperature, self.chunk)
+                scored = branches.score(self.host, state, bundle, temperature, self.chunk)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
-                logps[member] = scored_BT[row, :num_tokens].to(wide)
-        return logps, kept
+                for found, scored_BT in zip((logps, entropies), scored):
+                    found[member] = scored_BT[row, :num_tokens].to(wide)
+        return logps, entropies, kept
 
     def _evaluate(
         self, state: ResidentState, objective: Objective, logps: list[torch.Tensor]

@@ -13,6 +13,7 @@ __all__ = [
     "PolicyLoss",
     "combine_rewards",
     "group_advantages",
+    "high_entropy_masks",
     "merge_metrics",
     "per_token_kl",
 ]
@@ -23,12 +24,14 @@ _HOME = {
     "PolicyLoss": "policy",
     "combine_rewards": "advantages",
     "group_advantages": "advantages",
+    "high_entropy_masks": "entropy",
     "merge_metrics": "reduction",
     "per_token_kl": "kl",
 }
 
 if TYPE_CHECKING:
     from longstraw.objective.advantages import combine_rewards, group_advantages
+    from longstraw.objective.entropy import high_entropy_masks
     from longstraw.objective.kl import per_token_kl
     from longstraw.objective.policy import PolicyLoss
     from longstraw.objective.reduction import Mean, Normalizer, merge_metrics

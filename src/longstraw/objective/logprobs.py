@@ -29,9 +29,7 @@ def token_logps(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: f
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-        scaled = logits.to(_wide(logits.dtype))
-        if temperature != 1.0:
-            scaled = scaled / temperature
+        scaled = _scaled(logits, temperature)
         lse = scaled.logsumexp(-1)
         picked = scaled.gather(-1, targets[:, None])[:, 0]
         ctx.save_for_backward(logits, targets, lse)
@@ -49,10 +47,26 @@ class _TokenLogps(torch.autograd.Function):
 
 
 @torch.no_grad()
-def score(head: Head, hidden_NE: torch.Tensor, targets_N: torch.Tensor, temperature: float, chunk: int) -> torch.Tensor:
-    """Log-probabilities [N] of the targets, without a graph."""
-    parts = [token_logps(head(h), t, temperature) for h, t in zip(hidden_NE.split(chunk), targets_N.split(chunk))]
-    return torch.cat(parts)
+def entropies(logits_NV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Entropy −Σ p · log p of softmax(logits / temperature), [N] in nats; float32, or float64 for float64 logits.
+
+    A token of logit −inf contributes 0.
+    """
+    logp_NV = _scaled(logits_NV, temperature).log_softmax(-1)
+    return -logp_NV.mul_(logp_NV.exp()).nan_to_num_(nan=0.0).sum(-1)
+
+
+@torch.no_grad()
+def score(
+    head: Head, hidden_NE: torch.Tensor, targets_N: torch.Tensor, temperature: float, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [N] of the targets, and the entropies [N] of the distributions they are from; no graph."""
+    logps, spreads = [], []
+    for hidden, targets in zip(hidden_NE.split(chunk), targets_N.split(chunk)):
+        logits = head(hidden)
+        logps.append(token_logps(logits, targets, temperature))
+        spreads.append(entropies(logits, temperature))
+    return torch.cat(logps), torch.cat(spreads)
 
 
 def pull_back(
@@ -80,6 +94,11 @@ def pull_back(
             if hidden.grad is not None:
                 gradient[part] = hidden.grad
     return gradient
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    wide = logits.to(_wide(logits.dtype))
+    return wide if temperature == 1.0 else wide / temperature
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -51,7 +51,7 @@ class PolicyLoss:
     `importance_sampling_level="sequence"` (GSPO, arXiv:2507.18071, equation 7) puts one ratio in place of every ρ_t of
     a response, the geometric mean: ρ = exp( 1/|y| · Σ_t log ρ_t ).
 
-    TRL's other loss types (sapo, luspo, vespo), its `top_entropy_quantile` and its entropy bonus are not offered.
+    TRL's other loss types (sapo, luspo, vespo) and its entropy bonus are not offered.
 
     Args:
         loss_type: see above.
@@ -129,6 +129,7 @@ class PolicyLoss:
         old_logps: Sequence[Tensor] | None = None,
         masks: Sequence[Tensor] | None = None,
         ref_logps: Sequence[Tensor] | None = None,
+        policy_masks: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Mean]]:
         """The group's share of the step's loss, and what to log about it.
 
@@ -145,6 +146,8 @@ class PolicyLoss:
                 (TRL's `mask_truncated_completions`) are False. None scores every token.
             ref_logps: the same tokens under the reference, each [R_i]; needed with `beta` > 0. With `beta` = 0 they
                 are measured only.
+            policy_masks: bool [R_i] each, False where a scored token has no policy term: it keeps its KL term and its
+                place in every count (`objective.entropy`). None gives every token its term.
 
         Returns:
             The loss, 0-d in the dtype of `logps`, and means by TRL's names, detached:
@@ -158,7 +161,15 @@ class PolicyLoss:
         """
         if self.beta > 0 and ref_logps is None:
             raise ValueError(f"beta={self.beta} needs ref_logps, the reference's log-probabilities; or set beta=0")
-        _check_group(logps, advantages, normalizer, old_logps=old_logps, masks=masks, ref_logps=ref_logps)
+        _check_group(
+            logps,
+            advantages,
+            normalizer,
+            old_logps=old_logps,
+            masks=masks,
+            ref_logps=ref_logps,
+            policy_masks=policy_masks,
+        )
 
         shares: list[Tensor] = []
         metrics = {name: Mean() for name in self._metric_names(has_reference=ref_logps is not None)}
@@ -174,6 +185,8 @@ class PolicyLoss:
                 ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
             loss, clip_masks = self._policy_term(ratio, logp, advantage)
+            if policy_masks is not None:
+                loss = loss.expand_as(logp).where(policy_masks[index][chosen], 0)
             measured: dict[str, Tensor] = {**clip_masks, "ratio/mean": ratio}
             measured["approx_kl"] = log_ratio.expm1() - log_ratio
             if ref_logps is not None:
@@ -263,5 +276,5 @@ def _check_group(
                     f"{list(logps[index].shape)}: both must speak of the same tokens"
                 )
             # Integers would be taken for positions, not for a choice of tokens.
-            if name == "masks" and (tensor.is_floating_point() or str(tensor.dtype) != "torch.bool"):
-                raise ValueError(f"masks[{index}] must be bool, got {tensor.dtype}; convert it with .bool()")
+            if name in ("masks", "policy_masks") and (tensor.is_floating_point() or str(tensor.dtype) != "torch.bool"):
+                raise ValueError(f"{name}[{index}] must be bool, got {tensor.dtype}; convert it with .bool()")

@@ -101,6 +101,13 @@ class TrainConfig(StrictGroup):
     use_bias_correction_kl: bool = Field(
         default=True, description="Multiply the KL term by the ratio (unbiased gradient)."
     )
+    top_entropy_quantile: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the step's tokens, those of highest entropy, whose policy term counts. Below 1 the "
+        "responses are scored once more.",
+    )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group", description="Divide advantages by the standard deviation of the group, of the batch, or not."
     )

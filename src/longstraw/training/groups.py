@@ -9,6 +9,7 @@ import torch
 
 from longstraw.objective import Normalizer
 from longstraw.state.resident import ResidentState
+from longstraw.training.config import TrainConfig
 from longstraw.training.data import Prompt
 from longstraw.training.rewards import Reward, RewardScores
 
@@ -30,6 +31,7 @@ class Group:
         advantages: one a response; 0 where it has no reward.
         old_logps: [R_i] each under the policy that sampled, once known; None means "the current policy".
         reference_logps: [R_i] each, with a KL term.
+        policy_masks: bool [R_i] each, True where a scored token's policy term counts; None where every one does.
         state: the prompt's resident state while it is kept.
         captured_in: the iteration over the responses in which it was captured.
         owner: the process that sampled the responses and takes their gradient.
@@ -47,6 +49,7 @@ class Group:
     advantages: list[float] = field(default_factory=list)
     old_logps: list[torch.Tensor] | None = None
     reference_logps: list[torch.Tensor] | None = None
+    policy_masks: list[torch.Tensor] | None = None
     state: ResidentState | None = None
     captured_in: int = 0
     owner: int = 0
@@ -71,6 +74,10 @@ class Group:
         return any(
             advantage != 0 and bool(mask.any()) for advantage, mask in zip(self.advantages, self.masks, strict=True)
         )
+
+    def needs_gradient(self, config: TrainConfig) -> bool:
+        """Whether anything of the loss depends on the group's log-probabilities."""
+        return self.has_signal or config.beta > 0
 
     def release(self) -> None:
         """Free the prompt's state, if it is kept."""

@@ -84,7 +84,7 @@ class RolloutCollector:
                 group.release()
             raise
         for group in batch.groups:
-            if not group.has_signal and self._reference is None:
+            if not group.needs_gradient(config) and config.top_entropy_quantile == 1:
                 group.release()
         return batch
 

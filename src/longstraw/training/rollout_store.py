@@ -55,7 +55,7 @@ def batch_from_stored(
                 rewards=entry["rewards"],
                 advantages=entry["advantages"],
                 sampled_logps=lists.pop("sampled_logps", None),
-                owner=entry["owner"],
+                owner=entry.get("owner", 0),
                 **lists,
             )
         )

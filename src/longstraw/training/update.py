@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longstraw.engine.engine import Engine
-from longstraw.objective import Mean, Normalizer, merge_metrics
+from longstraw.objective import Mean, Normalizer, high_entropy_masks, merge_metrics
 from longstraw.parallel.processes import Processes, in_order
 from longstraw.state.resident import ResidentState
 from longstraw.training.config import TrainConfig
@@ -56,11 +56,23 @@ class _GroupResult:
 
 @dataclass
 class _Share:
-    """What one process did in a step: results by place in the batch; which parameters got a gradient."""
+    """What one process did in a step.
+
+    Attributes:
+        results: by place in the batch.
+        staleness: of the states that were used.
+        reached: indices of the parameters that got a gradient.
+        held: states in hand, by place; gone by the time that others hear of the share.
+    """
 
     results: dict[int, _GroupResult] = field(default_factory=dict)
     staleness: Staleness = field(default_factory=Staleness)
     reached: set[int] = field(default_factory=set)
+    held: dict[int, ResidentState] = field(default_factory=dict)
+
+    def release(self) -> None:
+        while self.held:
+            self.held.popitem()[1].release()
 
 
 class StepGradient:
@@ -95,8 +107,11 @@ class StepGradient:
             StepRefused: loss or gradient is not finite.
             ProcessError: something failed in another process.
         """
+        own = _Share()
         try:
-            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases))
+            if self._config.top_entropy_quantile < 1:
+                self._choose_tokens(batch, iteration, phases, own)
+            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases, own))
             self._engine.reduce_gradients()
             reached = set().union(*(share.reached for share in shares))
             for index, parameter in enumerate(self._optimizer.parameters.values()):
@@ -108,6 +123,7 @@ class StepGradient:
                     f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions."
                 )
         except BaseException:
+            own.release()
             self._optimizer.zero_grad()
             raise
         if self._config.num_iterations > 1:
@@ -129,12 +145,39 @@ class StepGradient:
             metrics | staleness.metrics(),
         )
 
-    def _own_share(self, batch: Batch, iteration: int, phases: PhaseLedger) -> _Share:
-        share = _Share()
+    def _choose_tokens(self, batch: Batch, iteration: int, phases: PhaseLedger, own: _Share) -> None:
+        """Score every response, and have each group know which of its tokens are among the step's most open ones."""
+
+        def entropies() -> dict[int, list[torch.Tensor]]:
+            found = {}
+            for place, group in enumerate(batch.groups):
+                if not self._processes.owns(group.owner):
+                    continue
+                own.held[place] = state = self._states.take(group, iteration, own.staleness)
+                _, scored = self._engine.score_with_entropies(state, group.responses, self._config.temperature)
+                phases.take(self._engine.meter)
+                found[place] = [entropy.cpu() for entropy in scored]
+                if self._config.gradient_accumulation_steps > 1:
+                    own.held.pop(place).release()
+                elif not group.needs_gradient(self._config):
+                    self._states.put_back(group, own.held.pop(place), iteration)
+            return found
+
+        spread = [entropy for group in in_order(self._processes.together(entropies)) for entropy in group]
+        masks = [mask for group in batch.groups for mask in group.masks]
+        chosen = iter(high_entropy_masks(spread, masks, self._config.top_entropy_quantile))
+        for group in batch.groups:
+            group.policy_masks = [next(chosen) for _ in group.masks]
+
+    def _own_share(self, batch: Batch, iteration: int, phases: PhaseLedger, share: _Share) -> _Share:
         normalizer = batch.normalizer
         for place, group in enumerate(batch.groups):
-            if self._processes.owns(group.owner) and (group.has_signal or self._config.beta > 0):
-                state = self._states.take(group, iteration, share.staleness)
+            if self._processes.owns(group.owner) and group.needs_gradient(self._config):
+                if place in share.held:
+                    state = share.held.pop(place)
+                else:
+                    counted = group.policy_masks is not None  # when its tokens were chosen
+                    state = self._states.take(group, iteration, Staleness() if counted else share.staleness)
                 try:
                     share.results[place] = self._group_gradient(group, state, normalizer, phases)
                 except BaseException:
@@ -165,6 +208,8 @@ class StepGradient:
                 f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
                 "model.dtype to float32, or lower learning_rate."
             )
+        scored = [entropy.cpu()[mask] for entropy, mask in zip(outcome.entropies, group.masks, strict=True)]
+        measured["entropy"] = Mean(sum(float(entropy.sum()) for entropy in scored), sum(map(len, scored)))
         logps = [logp.cpu() for logp in outcome.logps]
         differences = []
         if group.old_logps is None and group.sampled_logps is not None:
@@ -181,6 +226,7 @@ class StepGradient:
     ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
         def objective(logps: list[torch.Tensor]) -> torch.Tensor:
             masks = [mask.to(logp.device) for mask, logp in zip(group.masks, logps, strict=True)]
+            chosen = group.policy_masks
             value, metrics = self._loss(
                 logps,
                 group.advantages,
@@ -188,6 +234,7 @@ class StepGradient:
                 old_logps=group.old_logps,
                 masks=masks,
                 ref_logps=group.reference_logps,
+                policy_masks=None if chosen is None else [c.to(logp.device) for c, logp in zip(chosen, logps)],
             )
             measured.update(metrics)
             return value
