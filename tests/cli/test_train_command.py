@@ -78,6 +78,9 @@ def test_an_existing_run_is_not_written_over_but_resumed(folder: Path) -> None:
         (["mine.yaml", "reward_funcs=mine:absent"], "there is no function 'absent' in mine. It has: "),
         (["mine.yaml", "dataset=absent.jsonl"], "'dataset.source' is absent.jsonl, a file that does not exist"),
         (["mine.yaml", "model=./absent"], "'model.path': ./absent cannot be loaded"),
+        (["mine.yaml", "model=./absent"], "There is no folder ./absent here"),
+        (["mine.yaml", "reward_funcs=absent.py:score"], "absent.py, which does not exist. Give the path from the"),
+        (["absent", "--resume"], "There is no run directory absent"),
         (["mine.yaml", "max_completion_length=100"], "exceeds the model's 64 positions"),
         (["."], "is a directory"),
         ([".", "--resume"], "is no run directory"),
@@ -112,6 +115,8 @@ def test_config_lists_the_options() -> None:
     assert "num_generations" in everything and "eval.NAME.num_samples" in everything and "lora.r" in everything
     assert "lora.r" not in longstraw("config", "temperature").output
     assert "--resume" in longstraw("train", "--help").output
+    nothing = longstraw("config", "nowhere-to-be-found")
+    assert nothing.exit_code == 2 and "No option speaks of 'nowhere-to-be-found'" in nothing.output
 
 
 def test_ctrl_c_leaves_a_run_to_go_on_with(folder: Path) -> None:

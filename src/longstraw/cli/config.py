@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from longstraw.cli.errors import BAD_CONFIG
 from longstraw.training.config_io import list_options
 
 
@@ -16,10 +17,15 @@ def config(
 ) -> None:
     """List every option of a training configuration: name, type, default, meaning."""
     console = Console()
+    found = False
     for key, kind, default, text in list_options():
         if word and word.lower() not in f"{key} {text}".lower():
             continue
+        found = True
         console.print(
             f"[bold]{escape(key)}[/bold]  [dim]{escape(kind)}, default {escape(default)}[/dim]", highlight=False
         )
         console.print(f"    {escape(text)}", highlight=False)
+    if not found:
+        typer.echo(f"No option speaks of '{word}'. `longstraw config` lists them all.", err=True)
+        raise typer.Exit(BAD_CONFIG)

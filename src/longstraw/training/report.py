@@ -106,12 +106,13 @@ class Reporter:
 
 
 def quiet_transformers() -> None:
-    """No bars of the library's own, and on a CPU no advice to install kernels that need a GPU."""
+    """No bars of the library's own, and on a CPU no advice to install kernels that would not be used."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     if not torch.cuda.is_available():
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         for handler in logging.getLogger("transformers").handlers:
             handler.addFilter(lambda record: "is falling back to its reference PyTorch" not in record.getMessage())
 

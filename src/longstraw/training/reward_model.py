@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from longstraw.training.locate import resolve_path
+from longstraw.training.locate import missing_folder_hint, resolve_path
 from longstraw.training.text import is_conversation
 
 
@@ -44,7 +44,7 @@ class RewardModel:
             raise ValueError(
                 f"'reward_funcs': '{reference}' is neither 'module:function' nor a sequence-classification model "
                 "that can be "
-                f"loaded: {error}"
+                f"loaded: {error}{missing_folder_hint(reference)}"
             ) from error
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
