@@ -13,6 +13,7 @@ import torch
 from longstraw.attention.paged import Prefix
 from longstraw.pages import Page, PageStore
 from longstraw.state.layer import LayerChain, LiveLayer
+from longstraw.state.tail import Tail
 
 
 class LatentChain(LayerChain):
@@ -129,37 +130,12 @@ class DecodingLatent(LiveLatent):
 
     def __init__(self, prefix: Prefix, index_prefix: Prefix) -> None:
         super().__init__(prefix, index_prefix)
-        self._latents, self._index_keys = _Tail(), _Tail()
+        self._latents, self._index_keys = Tail(), Tail()
 
     def write(self, latents: torch.Tensor, index_keys: torch.Tensor | None) -> None:
-        if latents.shape[1] != 1:
-            raise RuntimeError(f"decoding takes one token at a time, got {latents.shape[1]}")
         self.latents = self._latents.append(latents)
         self.index_keys = None if index_keys is None else self._index_keys.append(index_keys)
 
     def select(self, rows: torch.Tensor) -> None:
         for tail in (self._latents, self._index_keys):
             tail.select(rows)
-
-
-class _Tail:
-    """A buffer of tokens [B, S, dim] that doubles when full."""
-
-    def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
-        self._used = 0
-
-    def append(self, token: torch.Tensor) -> torch.Tensor:
-        """Adds [B, 1, dim]; returns all tokens so far."""
-        if self._buffer is None or self._used == self._buffer.shape[1]:
-            grown = token.new_empty(token.shape[0], max(64, 2 * self._used), token.shape[2])
-            if self._buffer is not None:
-                grown[:, : self._used] = self._buffer
-            self._buffer = grown
-        self._buffer[:, self._used : self._used + 1] = token
-        self._used += 1
-        return self._buffer[:, : self._used]
-
-    def select(self, rows: torch.Tensor) -> None:
-        if self._buffer is not None:
-            self._buffer = self._buffer[rows]

@@ -14,6 +14,7 @@ from longstraw.attention import kernels, paged
 from longstraw.attention.interface import LIVE
 from longstraw.pages import Page, PageStore
 from longstraw.state.layer import LayerChain, LiveLayer
+from longstraw.state.tail import Tail
 
 
 class PagedChain(LayerChain):
@@ -58,7 +59,7 @@ class PagedChain(LayerChain):
         return self.store.fetch(self.pages[index])
 
     def decoder(self, rows: int) -> DecodingPaged:
-        return DecodingPaged(self._prefix(len(self.pages)), rows)
+        return DecodingPaged(self._prefix(len(self.pages)))
 
     def truncate(self, num_pieces: int) -> None:
         while len(self.pages) > num_pieces:
@@ -104,27 +105,16 @@ class LivePaged(LiveLayer, CacheLayerMixin):
 class DecodingPaged(LiveLayer, CacheLayerMixin):
     """Grows a tail of B rows behind shared pages, token by token, without a graph."""
 
-    def __init__(self, prefix: paged.Prefix, rows: int) -> None:
+    def __init__(self, prefix: paged.Prefix) -> None:
         super().__init__()
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
         self.prefix = prefix
-        self.rows = rows
-        self._used = 0
+        self._key_tail, self._value_tail = Tail(), Tail()
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, kwargs: dict[str, Any], **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if key_states.shape[2] != 1:
-            raise RuntimeError(f"decoding takes one token at a time, got {key_states.shape[2]}")
-        if self.keys is None or self._used == self.keys.shape[2]:
-            self.keys, self.values = (self._grown(*x) for x in ((self.keys, key_states), (self.values, value_states)))
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, self._used : self._used + 1] = key_states
-        self.values[:, :, self._used : self._used + 1] = value_states
-        self._used += 1
         kwargs[LIVE] = self
-        return self.keys[:, :, : self._used], self.values[:, :, : self._used]
+        return self._key_tail.append(key_states), self._value_tail.append(value_states)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         merged = paged.Merge(
@@ -134,12 +124,5 @@ class DecodingPaged(LiveLayer, CacheLayerMixin):
         return merged.out.to(query.dtype)
 
     def select(self, rows: torch.Tensor) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
-
-    def _grown(self, buffer: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        size = 64 if buffer is None else 2 * buffer.shape[2]
-        grown = like.new_empty(*like.shape[:2], size, like.shape[3])
-        if buffer is not None:
-            grown[:, :, : self._used] = buffer[:, :, : self._used]
-        return grown
+        for tail in (self._key_tail, self._value_tail):
+            tail.select(rows)
