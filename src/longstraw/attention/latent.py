@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from longstraw.attention import kernels, reference
 from longstraw.attention.paged import Merge, Prefix, fold_rows, unfold_rows
 from longstraw.pages import Page
+from longstraw.precision import wide_dtype
 
 _TILE_BYTES = 64 << 20  # expanded keys and values of one tile
 
@@ -56,7 +57,7 @@ def decode(
     scale: float,
 ) -> torch.Tensor:
     """Output [B, 1, H, V] of the last live token's query to the pages and all live tokens, without a graph."""
-    wide = torch.float64 if q_B1HD.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q_B1HD.dtype)
     rank = w_k_HDC.shape[2]
     latent_HBC = q_B1HD[:, 0].transpose(0, 1).to(wide) @ w_k_HDC.to(wide)
     query_BHE = torch.cat([latent_HBC.transpose(0, 1), q_rope_B1HR[:, 0].to(wide)], -1)
@@ -146,7 +147,7 @@ class _Expansion:
     """From latents to keys and values, padded to one size (the kernels know one), and back for gradients."""
 
     def __init__(self, w_k_HDC: torch.Tensor, w_v_HVC: torch.Tensor, q: torch.Tensor, q_rope: torch.Tensor) -> None:
-        self.wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.wide = wide_dtype(q.dtype)
         self.dtype = q.dtype
         self.w_k_HDC, self.w_v_HVC = w_k_HDC.to(self.wide), w_v_HVC.to(self.wide)
         self.num_heads, head, self.rank = w_k_HDC.shape

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from longstraw.precision import wide_dtype
+
 
 def attend(
     q_BHTD: torch.Tensor,
@@ -41,7 +43,7 @@ def part_forward(
     """One part of an attention split by keys: its output [B, H, T, D] and log-sum-exp [B, H, T]."""
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     scores = q_BHTD @ k_BKSD.repeat_interleave(groups, 1).transpose(-1, -2)
-    scores = scores.to(_wide(scores.dtype)) * scale
+    scores = scores.to(wide_dtype(scores.dtype)) * scale
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
@@ -65,7 +67,7 @@ def part_backward(
     With p = exp(s - lse) and delta = sum(grad * out), both global, the parts' dq add up to the whole's, and dk, dv of
     a part are already the whole's (Dao et al., FlashAttention, arXiv 2205.14135, section 3.1 and appendix B).
     """
-    wide = _wide(q_BHTD.dtype)
+    wide = wide_dtype(q_BHTD.dtype)
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
     scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).to(wide) * scale
@@ -80,7 +82,3 @@ def part_backward(
     grad_k = (grad_scores.transpose(-1, -2) @ q_BHTD).unflatten(1, (-1, groups)).sum(2)
     grad_v = (weights.to(q_BHTD.dtype).transpose(-1, -2) @ grad_BHTD).unflatten(1, (-1, groups)).sum(2)
     return grad_q, grad_k, grad_v
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

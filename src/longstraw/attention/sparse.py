@@ -21,6 +21,7 @@ import torch
 
 from longstraw.attention.gather import Gathered, TokenSpace
 from longstraw.attention.paged import Prefix
+from longstraw.precision import wide_dtype
 
 _CPU_BYTES = (256 << 20, 16 << 20)  # what a group of queries gathers, with its gradient; what a tile of them holds
 _GPU_BYTES = (4 << 30, 512 << 20)
@@ -117,7 +118,7 @@ class _Work:
     def __init__(
         self, q: torch.Tensor, q_rope: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, scale: float
     ) -> None:
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.dtype = wide_dtype(q.dtype)
         self.q_NHD, self.q_rope_NHR = q.flatten(0, 1), q_rope.flatten(0, 1)
         self.w_k_HDC, self.w_v_HVC = w_k.to(self.dtype), w_v.to(self.dtype)
         self.scale = scale

@@ -21,6 +21,7 @@ from longstraw.engine.sample import Draft, Sampling, sample
 from longstraw.objective.logprobs import tokens_a_chunk
 from longstraw.pages import PageStore, Tier
 from longstraw.parallel.reduce import DataMesh
+from longstraw.precision import wide_dtype
 from longstraw.state.chain import Chain
 from longstraw.state.resident import ResidentState
 
@@ -286,7 +287,7 @@ class Engine:
         temperature: float,
         graph_bytes: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[int, branches.KeptBranch]]:
-        wide = torch.float64 if next(self.host.head.parameters()).dtype == torch.float64 else torch.float32
+        wide = wide_dtype(next(self.host.head.parameters()).dtype)
         logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
         entropies = [torch.zeros_like(logp) for logp in logps]
         kept: dict[int, branches.KeptBranch] = {}

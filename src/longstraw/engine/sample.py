@@ -13,6 +13,7 @@ import torch
 
 from longstraw.engine.host import ModelHost
 from longstraw.objective import logprobs
+from longstraw.precision import wide_dtype
 from longstraw.state.chain import select_rows
 from longstraw.state.resident import ResidentState
 
@@ -118,7 +119,7 @@ def sample(
             picked_B = picked_B[keep]
             seen_BV = seen_BV[keep] if seen_BV is not None else None
         inputs_B1 = picked_B[:, None]
-    wide = torch.float64 if next(host.head.parameters()).dtype == torch.float64 else torch.float32
+    wide = wide_dtype(next(host.head.parameters()).dtype)
     return [
         Draft(torch.tensor(i, dtype=torch.long), torch.tensor(p, dtype=wide), "stop" if s else "length")
         for i, p, s in zip(ids, logps, stopped)

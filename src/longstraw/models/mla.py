@@ -20,6 +20,7 @@ import torch
 
 from longstraw.attention import indexer, latent, sparse
 from longstraw.models.family import Family, LayerKind, attention_through_pages, register
+from longstraw.precision import wide_dtype
 from longstraw.state.latent import LatentChain, LiveLatent
 
 Tensors = tuple[torch.Tensor, ...]
@@ -149,7 +150,7 @@ def _expansion(attention: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     """
     linear = attention.kv_b_proj
     base = getattr(linear, "base_layer", linear)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = wide_dtype(dtype)
     widened = base.register_forward_hook(lambda module, inputs, output: output.to(wide))
     try:
         weights_CA = linear(torch.eye(attention.kv_lora_rank, dtype=dtype, device=base.weight.device))

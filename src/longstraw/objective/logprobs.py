@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from longstraw.precision import wide_dtype
+
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -97,9 +99,5 @@ def pull_back(
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    wide = logits.to(_wide(logits.dtype))
+    wide = logits.to(wide_dtype(logits.dtype))
     return wide if temperature == 1.0 else wide / temperature
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -12,6 +12,7 @@ import torch
 from longstraw.pages.arena import Arena, Block
 from longstraw.pages.disk import DiskFile, DiskFolder
 from longstraw.pages.table import Page, PageTable, Tier
+from longstraw.precision import wide_dtype
 
 Tensors = tuple[torch.Tensor, ...]
 Held = Tensors | Block | DiskFile
@@ -104,7 +105,7 @@ class PageStore:
         """Adds to the page's cotangent. The order of calls is the order of summation."""
         number = page.number
         if number not in self._cotangents:
-            wide = tuple(g.to(_wide(g.dtype)) for g in gradients)
+            wide = tuple(g.to(wide_dtype(g.dtype)) for g in gradients)
             nbytes = sum(t.numel() * t.element_size() for t in wide)
             record = self.table.add(
                 Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self._place(nbytes))
@@ -252,7 +253,3 @@ class PageStore:
             held.close()
         elif isinstance(held, Block):
             self._arena.free(held)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
