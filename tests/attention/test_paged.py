@@ -206,6 +206,30 @@ def test_kernels_are_the_reference(causal: bool, dtype: torch.dtype, tolerance: 
         torch.testing.assert_close(a.to(b.dtype), b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"d{n}: {m}")
 
 
+@pytest.fixture(params=[2, 3])
+def threads(request: pytest.FixtureRequest) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_threads_than_heads_share_the_queries(threads: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_queries = 512 * threads
+    q, grad = draw(1, 1, num_queries, DIM), draw(1, 1, num_queries, DIM, seed=3)
+    k, v = (draw(1, 1, num_queries if causal else 700, DIM, seed=seed) for seed in (1, 2))
+    out, lse = kernels.part_forward(q, k, v, DIM**-0.5, causal)
+    expected = reference.part_backward(grad, q, k, v, out, lse, DIM**-0.5, causal)
+    rows = []
+    kernel = kernels._cpu_backward
+    monkeypatch.setattr(kernels, "_cpu_backward", lambda grad, *a, **k: rows.append(len(grad)) or kernel(grad, *a, **k))
+    found = kernels.part_backward(grad, q, k, v, out, lse, DIM**-0.5, causal)
+    assert rows[0] == threads
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_the_reference_is_autograds() -> None:
     """The plain backward formula against autograd through the plain forward."""
     q, k, v, grad = (

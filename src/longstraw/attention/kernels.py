@@ -11,6 +11,9 @@ import torch
 from longstraw.attention import reference
 
 _TILE_BYTES = 256 << 20  # scores of one tile of queries in the plain path
+_LEAST_SHARE = 512  # queries
+
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def part_forward(
@@ -54,9 +57,10 @@ def part_backward(
     """(dq, dk, dv) of the part, from the output and log-sum-exp of the whole attention: see `reference`."""
     _guard(q_BHTD, k_BKSD, v_BKSD, causal)
     if q_BHTD.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, 0.0, causal, scale=scale
-        )
+        num_shares = _shares(q_BHTD)
+        if num_shares > 1:
+            return _shared_backward(num_shares, grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, scale, causal)
+        return _cpu_backward(grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, 0.0, causal, scale=scale)
     if _cuda_flash(q_BHTD):
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout state, which nothing reads here
@@ -75,6 +79,62 @@ def part_backward(
         grad_k += dk
         grad_v += dv
     return torch.cat(grads_q, 2), grad_k, grad_v
+
+
+def _shares(q_BHTD: torch.Tensor) -> int:
+    """How many shares of its queries go through the CPU's backward kernel as rows: it gives a thread a row's head."""
+    rows, heads, num_queries, _ = q_BHTD.shape
+    wanted = torch.get_num_threads() // heads
+    if rows > 1 or wanted < 2 or num_queries < wanted * _LEAST_SHARE or num_queries % wanted:
+        return 1
+    return wanted
+
+
+def _shared_backward(
+    num_shares: int,
+    grad_BHTD: torch.Tensor,
+    q_BHTD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    out_BHTD: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`part_backward` of a single row, its queries in equal shares side by side.
+
+    The log-sum-exp is the whole attention's, so any cover of the (query, key) pairs by rectangles and squares adds up.
+    """
+    grad, q, out, lse = (_as_rows(x, num_shares) for x in (grad_BHTD, q_BHTD, out_BHTD, lse_BHT))
+    if not causal:
+        k, v = (x.expand(num_shares, -1, -1, -1) for x in (k_BKSD, v_BKSD))
+        dq, dk, dv = _cpu_backward(grad, q, k, v, out, lse, 0.0, False, scale=scale)
+        return dq.transpose(0, 1).flatten(1, 2)[None], dk.sum(0, keepdim=True), dv.sum(0, keepdim=True)
+    k, v = (_as_rows(x, num_shares) for x in (k_BKSD, v_BKSD))
+    squares = _cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
+    dq, dk, dv = (x.transpose(0, 1).flatten(1, 2)[None] for x in squares)
+    size = q.shape[2]
+    for place in range(1, num_shares):
+        own, before = slice(place * size, (place + 1) * size), slice(0, place * size)
+        grad_q, grad_k, grad_v = part_backward(
+            grad_BHTD[:, :, own],
+            q_BHTD[:, :, own],
+            k_BKSD[:, :, before],
+            v_BKSD[:, :, before],
+            out_BHTD[:, :, own],
+            lse_BHT[:, :, own],
+            scale,
+            causal=False,
+        )
+        dq[:, :, own] += grad_q
+        dk[:, :, before] += grad_k
+        dv[:, :, before] += grad_v
+    return dq, dk, dv
+
+
+def _as_rows(x_1HT: torch.Tensor, num_shares: int) -> torch.Tensor:
+    """[1, H, T, ...] as [num_shares, H, T / num_shares, ...], contiguous."""
+    return x_1HT[0].unflatten(1, (num_shares, -1)).transpose(0, 1).contiguous()
 
 
 def _guard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
