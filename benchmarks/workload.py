@@ -90,7 +90,7 @@ class TextWorkload:
     seed: int = 0
 
     def model(self) -> Any:
-        """Two GatedDeltaNet layers and one of full attention (one head of 32), hidden size 64, float32."""
+        """Two GatedDeltaNet layers and one of full attention (one head of 16), hidden size 64, float32."""
         from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
         torch.manual_seed(self.seed)
@@ -102,7 +102,7 @@ class TextWorkload:
             layer_types=["linear_attention", "full_attention", "linear_attention"],
             num_attention_heads=1,
             num_key_value_heads=1,
-            head_dim=32,
+            head_dim=16,
             linear_num_key_heads=1,
             linear_num_value_heads=2,
             linear_key_head_dim=32,

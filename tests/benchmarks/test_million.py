@@ -55,7 +55,7 @@ def test_the_command_end_to_end(tmp_path, monkeypatch):
     report = json.loads((tmp_path / "m.json").read_text())
     (row,) = report["rows"]
     assert row["prompt"] == 600 and row["private_bytes"] < million.LIMIT
-    assert row["state_bytes"]["kv"]["disk"] == 599 * 2 * 32 * 4
+    assert row["state_bytes"]["kv"]["disk"] == 599 * 2 * 16 * 4
     assert row["state_bytes"]["cotangent"]["disk"] > 0
     assert list(row["phases"]) == ["capture", "score", "replay", "sweep"]
     assert not list(tmp_path.glob("longstraw-*"))  # the pages are gone
