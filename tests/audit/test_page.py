@@ -173,6 +173,21 @@ def test_drift_and_metrics_of_the_users_are_drawn(tmp_path: Path) -> None:
     assert "Drift of captured prompts" not in gaps_of(path)
 
 
+def test_the_gradients_sides_are_drawn_where_they_were_logged(tmp_path: Path) -> None:
+    sides = [
+        {"grad_norm/response": 2.0, "grad_norm/prompt": 0.0, "grad_cosine": None},
+        {"grad_norm/response": 3.0, "grad_norm/prompt": 1.5, "grad_cosine": -0.25},
+        {"grad_norm/response": 4.0, "grad_norm/prompt": 0.5, "grad_cosine": 0.5},
+    ]
+    path = write_run(tmp_path / "run", [step_row(step, **row) for step, row in enumerate(sides, start=1)])
+    found = figure(path, "Gradient, by side")
+    assert found.header == ["step", "response side", "prompt side"] and found.rows[1] == ["step 2", "3", "1.5"]
+    assert [row[1] for row in figure(path, "Cosine of the gradient's sides").rows] == ["−0.25", "0.5"]
+    assert "others" not in [section.key for section in build_sections(read_run(path))]
+    page = page_of(write_run(tmp_path / "without"))
+    assert "Gradient norm" in page.text and "by side" not in page.text and "Cosine" not in page.text
+
+
 def test_a_killed_run_still_gives_a_report_and_says_so(tmp_path: Path) -> None:
     running = {"status": "running", "step": 0}
     path = write_run(tmp_path / "run", FOUR_STEPS[:3], summary=running, is_final=False, tail='{"step": 3, "lo')

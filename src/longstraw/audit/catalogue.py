@@ -114,6 +114,20 @@ def optimizer_charts(run: RunData) -> list[Chart]:
             spread=True,
             rules=((float(clip), f"clipped to {readable(clip)}"),) if isinstance(clip, (int, float)) and clip else (),
         ),
+        Chart(
+            "Gradient, by side",
+            "L2 norm before clipping",
+            {"grad_norm/response": "response side", "grad_norm/prompt": "prompt side"},
+            "Response side: with the prompt's state held constant. Prompt side: what passes through that state.",
+            zero=True,
+            spread=True,
+        ),
+        Chart(
+            "Cosine of the gradient's sides",
+            "cosine",
+            {"grad_cosine": ""},
+            "1: the prompt side points where the response side does; 0: at right angles; below 0: against it.",
+        ),
         Chart("Learning rate", "learning rate", {"learning_rate": ""}, zero=True),
     ]
 

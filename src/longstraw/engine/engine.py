@@ -39,6 +39,8 @@ class Outcome:
         cotangents: the gradient of the loss with respect to each of them.
         entropies: of the distribution that each token is from, in nats, one [R_i] tensor a response.
         phases: seconds and peak memory of "score", "replay" and "sweep".
+        response_side: the part of the added gradient that does not pass through the prompt's state, one entry a
+            trainable parameter, in float32 at least; None for a parameter without one. None unless it was asked for.
     """
 
     loss: torch.Tensor
@@ -46,6 +48,7 @@ class Outcome:
     cotangents: list[torch.Tensor]
     entropies: list[torch.Tensor]
     phases: dict[str, Phase] = field(default_factory=dict)
+    response_side: list[torch.Tensor | None] | None = None
 
 
 class Engine:
@@ -197,7 +200,13 @@ class Engine:
             return sample(self.host, state, how, lambda done, total: self._progress("sample", done, total))
 
     def backward(
-        self, state: ResidentState, responses: Sequence[Any], objective: Objective, temperature: float = 1.0
+        self,
+        state: ResidentState,
+        responses: Sequence[Any],
+        objective: Objective,
+        temperature: float = 1.0,
+        *,
+        keep_response_side: bool = False,
     ) -> Outcome:
         """Adds the objective's gradient to `.grad` of every trainable parameter.
 
@@ -205,6 +214,8 @@ class Engine:
             objective: any differentiable function of the responses' log-probability vectors, one [R_i] tensor each;
                 returns a scalar.
             temperature: divides the logits, as at sampling.
+            keep_response_side: copy the gradient as `prompt_grad="none"` has it, before the sweep adds the prompt's
+                side: `Outcome.response_side`. `.grad` is the same, bit for bit.
 
         Raises:
             ValueError: bad ids, no trainable parameter, or an objective without a scalar or a gradient.
@@ -218,7 +229,7 @@ class Engine:
         self.meter.phases.clear()
         chain = state.chain
         try:
-            with self.host.running(), GradientTransaction(parameters):
+            with self.host.running(), GradientTransaction(parameters) as gradients:
                 if self.is_stale(state):
                     state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
                 with self.meter.phase("score"):
@@ -226,6 +237,7 @@ class Engine:
                 loss, cotangents = self._evaluate(state, objective, logps)
                 with self.meter.phase("replay"):
                     self._replay(state, bundles, cotangents, temperature, kept)
+                response_side = gradients.copies() if keep_response_side else None
                 with self.meter.phase("sweep"):
                     if any(bool(c.any()) for c in cotangents):
                         self._sweep(state)
@@ -234,7 +246,7 @@ class Engine:
             for index in range(chain.num_pieces):
                 chain.forget_start(index)
             raise
-        return Outcome(loss, logps, cotangents, entropies, dict(self.meter.phases))
+        return Outcome(loss, logps, cotangents, entropies, dict(self.meter.phases), response_side)
 
     def is_stale(self, state: ResidentState) -> bool:
         """Whether a parameter has changed since the state was captured."""
@@ -254,6 +266,31 @@ class Engine:
     def reduce_gradients(self) -> None:
         """Completes `.grad` over the mesh: once a step, after the last `backward`. Without a mesh: nothing to do."""
         self.mesh.sum_gradients([p for _, p in self.host.trainable()])
+
+    def reduce(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Sums over the mesh, in place, what belongs to gradients, such as `Outcome.response_side`.
+
+        Every rank has to call it. Returns the sums; without a mesh they are what was given.
+
+        Args:
+            tensors: one entry a trainable parameter, of its shape; None counts as zero.
+
+        Raises:
+            ValueError: not as many entries as trainable parameters.
+        """
+        parameters = [p for _, p in self.host.trainable()]
+        if len(tensors) != len(parameters):
+            raise ValueError(
+                f"{len(tensors)} tensors for {len(parameters)} trainable parameters: give one for each, in the order "
+                "of engine.host.trainable(), or None"
+            )
+        sums = [
+            torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)) if tensor is None else tensor
+            for parameter, tensor in zip(parameters, tensors)
+        ]
+        for tensor in sums:
+            self.mesh.sum(tensor)
+        return sums
 
     def _segments(self, captured: int) -> tuple[list[slice], int]:
         """Segments of the captured tokens, cut where gradients begin, and the first that they flow into."""

@@ -6,6 +6,8 @@ from types import TracebackType
 
 import torch
 
+from longstraw.precision import wide_dtype
+
 
 class GradientTransaction:
     """Inside the context `.grad` starts empty; on leaving it is the earlier gradient plus what was added.
@@ -45,6 +47,11 @@ class GradientTransaction:
             else:
                 parameter.grad = before.add_(added.to(before.dtype))
         self._wide.clear()
+
+    def copies(self) -> list[torch.Tensor | None]:
+        """Of what was added so far, one entry a parameter, in float32 at least; None where nothing was."""
+        added = [self._wide.get(id(parameter), parameter.grad) for parameter in self._parameters]
+        return [None if a is None else a.to(wide_dtype(a.dtype), copy=True) for a in added]
 
     def _widen(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longstraw.precision import wide_dtype
+
 
 class DataMesh:
     """The axes that gradients are summed over.
@@ -37,8 +39,13 @@ class DataMesh:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            narrow = parameter.grad.dtype in (torch.bfloat16, torch.float16)
-            total = parameter.grad.float() if narrow else parameter.grad
-            dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
-            if narrow:
-                parameter.grad.copy_(total)
+            self.sum(parameter.grad)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the ranks, in place, in float32 at least."""
+        if self._group is None:
+            return
+        total = tensor.to(wide_dtype(tensor.dtype))
+        dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
+        if total is not tensor:
+            tensor.copy_(total)

@@ -179,6 +179,11 @@ class TrainConfig(StrictGroup):
         description="Where metrics go besides metrics.jsonl: tensorboard (into the run directory), wandb; one or both.",
     )
     log_completions: bool = Field(default=True, description="Keep prompts' ends, completions and rewards as JSONL.")
+    log_gradient_parts: bool = Field(
+        default=False,
+        description="Log the norms of the gradient's response side and prompt side, and their cosine; holds up to two "
+        "more copies of the gradient, one of them in float32 at least.",
+    )
     eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps too.")
     eval_on_start: bool = Field(default=True, description="Evaluate before the first step.")
     save_steps: Positive = Field(default=500, description="Write a checkpoint every so many steps.")

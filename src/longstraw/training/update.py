@@ -14,7 +14,9 @@ from longstraw.parallel.processes import Processes, in_order
 from longstraw.state.resident import ResidentState
 from longstraw.training.config import TrainConfig
 from longstraw.training.errors import StepRefused
+from longstraw.training.gradient_parts import GradientParts
 from longstraw.training.groups import Batch, Group
+from longstraw.training.metrics import Row
 from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.phases import PhaseLedger
 from longstraw.training.refresh import Staleness, StateKeeper
@@ -28,13 +30,14 @@ class Gradient:
         loss: of the whole step.
         norm: of the gradient, before clipping.
         num_skipped: groups left out for want of any signal.
-        metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were.
+        metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were;
+            with `log_gradient_parts` the norms of the gradient's two sides, before clipping, and their cosine.
     """
 
     loss: float
     norm: float
     num_skipped: int
-    metrics: dict[str, float]
+    metrics: Row
 
 
 @dataclass
@@ -108,15 +111,17 @@ class StepGradient:
             ProcessError: something failed in another process.
         """
         own = _Share()
+        parts = GradientParts(self._engine) if self._config.log_gradient_parts else None
         try:
             if self._config.top_entropy_quantile < 1:
                 self._choose_tokens(batch, iteration, phases, own)
-            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases, own))
+            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases, own, parts))
             self._engine.reduce_gradients()
             reached = set().union(*(share.reached for share in shares))
             for index, parameter in enumerate(self._optimizer.parameters.values()):
                 if index not in reached:
                     parameter.grad = None  # a sum over processes that have none is no gradient
+            sides = parts.metrics() if parts is not None else {}
             norm = self._optimizer.clip(self._config.max_grad_norm)
             if norm != norm or norm in (float("inf"), float("-inf")):
                 raise StepRefused(
@@ -132,7 +137,7 @@ class StepGradient:
                     if batch.groups[place].old_logps is None:
                         batch.groups[place].old_logps = result.logps
         results = in_order([share.results for share in shares])
-        metrics = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
+        metrics: Row = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
         differences = torch.cat([result.differences for result in results]) if results else torch.empty(0)
         if differences.numel():
             metrics["sampling/sampling_logp_difference/mean"] = float(differences.mean())
@@ -142,7 +147,7 @@ class StepGradient:
             sum(result.loss for result in results),
             norm,
             len(batch.groups) - len(results),
-            metrics | staleness.metrics(),
+            metrics | sides | staleness.metrics(),
         )
 
     def _choose_tokens(self, batch: Batch, iteration: int, phases: PhaseLedger, own: _Share) -> None:
@@ -169,7 +174,9 @@ class StepGradient:
         for group in batch.groups:
             group.policy_masks = [next(chosen) for _ in group.masks]
 
-    def _own_share(self, batch: Batch, iteration: int, phases: PhaseLedger, share: _Share) -> _Share:
+    def _own_share(
+        self, batch: Batch, iteration: int, phases: PhaseLedger, share: _Share, parts: GradientParts | None
+    ) -> _Share:
         normalizer = batch.normalizer
         for place, group in enumerate(batch.groups):
             if self._processes.owns(group.owner) and group.needs_gradient(self._config):
@@ -179,7 +186,7 @@ class StepGradient:
                     counted = group.policy_masks is not None  # when its tokens were chosen
                     state = self._states.take(group, iteration, Staleness() if counted else share.staleness)
                 try:
-                    share.results[place] = self._group_gradient(group, state, normalizer, phases)
+                    share.results[place] = self._group_gradient(group, state, normalizer, phases, parts)
                 except BaseException:
                     state.release()
                     raise
@@ -189,7 +196,12 @@ class StepGradient:
         return share
 
     def _group_gradient(
-        self, group: Group, state: ResidentState, normalizer: Normalizer, phases: PhaseLedger
+        self,
+        group: Group,
+        state: ResidentState,
+        normalizer: Normalizer,
+        phases: PhaseLedger,
+        parts: GradientParts | None,
     ) -> _GroupResult:
         measured: dict[str, Mean] = {}
         try:
@@ -199,6 +211,7 @@ class StepGradient:
                 group.responses,
                 self._objective(group, normalizer, measured),
                 temperature=self._config.temperature,
+                keep_response_side=parts is not None,
             )
             phases.take(self._engine.meter)
         except FloatingPointError as error:
@@ -208,6 +221,9 @@ class StepGradient:
                 f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
                 "model.dtype to float32, or lower learning_rate."
             )
+        if parts is not None:
+            assert outcome.response_side is not None
+            parts.add(outcome.response_side)
         scored = [entropy.cpu()[mask] for entropy, mask in zip(outcome.entropies, group.masks, strict=True)]
         measured["entropy"] = Mean(sum(float(entropy.sum()) for entropy in scored), sum(map(len, scored)))
         logps = [logp.cpu() for logp in outcome.logps]
