@@ -16,10 +16,10 @@ from longstraw.training.config_io import load_config
 from longstraw.training.run import RunResult, train
 
 
-def run(output_dir: Path, *, resume: bool = False, **changes: Any) -> RunResult:
-    """Train the tiny configuration quietly."""
+def run(output_dir: Path, *, resume: bool = False, printed: StringIO | None = None, **changes: Any) -> RunResult:
+    """Train the tiny configuration; what it says goes to `printed`."""
     config = load_config(None, (), tiny.options(output_dir=str(output_dir), **changes))
-    return train(config, resume=resume, console=Console(file=StringIO()))
+    return train(config, resume=resume, console=Console(file=printed or StringIO()))
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from longstraw.engine.engine import Engine
 from longstraw.training.config_io import load_config
 from longstraw.training.loading import load_policy, trainable_parameters
+from longstraw.training.locate import is_hub_name
 
 
 @pytest.fixture
@@ -237,6 +238,13 @@ def test_what_cannot_be_loaded_names_the_option(changes: dict[str, Any], problem
     with pytest.raises(ValueError) as raised:
         load(**changes)
     assert problem in str(raised.value)
+
+
+def test_what_is_asked_of_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved.parent)
+    assert [is_hub_name(name) for name in ("Qwen/Qwen3-4B", "gpt2", "models/absent")] == [True] * 3
+    here = ("model", str(saved), "./absent", "/absent/model", "package:mine/model", "mine:model", "mine.py:model")
+    assert not any(is_hub_name(name) for name in here)
 
 
 def test_weights_in_pickle_form_are_refused(saved: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,13 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
     assert kept == {1, 3}
 
 
-def test_dynamic_sampling_gives_up_after_its_rounds(tmp_path: Path) -> None:
+def test_dynamic_sampling_gives_up_after_its_rounds_and_says_so(tmp_path: Path) -> None:
+    printed = StringIO()
     run(
         tmp_path / "run", reward_funcs="test_trainer:constant", max_steps=1, dynamic_sampling=True,
-        max_resampling_rounds=3,
+        max_resampling_rounds=3, printed=printed,
     )  # fmt: skip
+    assert "3 replaced  no group's rewards differ: nothing to learn from" in printed.getvalue()
     row = metrics(tmp_path / "run")[0]
     assert row["groups/replaced"] == 3 and row["reward"] is None and row["grad_norm"] == 0.0
 

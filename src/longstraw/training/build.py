@@ -11,7 +11,7 @@ from longstraw.training.config import TrainConfig
 from longstraw.training.data import PromptSet, PromptStream, prepare_prompts, read_rows
 from longstraw.training.evaluation import Evaluator
 from longstraw.training.loading import Policy, load_policy, trainable_parameters
-from longstraw.training.locate import is_function_reference, load_function
+from longstraw.training.locate import is_function_reference, is_hub_name, load_function
 from longstraw.training.optimizer import NamedOptimizer
 from longstraw.training.reference import ReferencePolicy
 from longstraw.training.report import Reporter
@@ -30,6 +30,8 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
     held_out = {name: read_rows(options, f"eval.{name}") for name, options in config.eval.items()}
 
     processes = processes or Processes()
+    if is_hub_name(config.model.path):
+        reporter.say(f"model: there is no folder {config.model.path} here; asking the hub for it")
     policy = load_policy(config)
     processes.broadcast(trainable_parameters(policy.model).values())
     codec = TextCodec(policy.tokenizer, config.chat_template_kwargs, policy.model.config.get_text_config().vocab_size)

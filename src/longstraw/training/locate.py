@@ -12,6 +12,7 @@ from typing import Any
 
 _FUNCTION = re.compile(r"^(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
 _FILE_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)$")
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _PACKAGE = re.compile(r"^package:(?P<package>[A-Za-z_][\w.]*)(?P<inside>/.*)?$")
 
 FROM_HERE = "Give the path from the working directory."
@@ -84,6 +85,11 @@ def resolve_path(reference: str, option: str) -> str:
     raise ValueError(
         f"'{option}': the package '{name}' has no '{inside}'. It is at {next(iter(spec.submodule_search_locations))}."
     )
+
+
+def is_hub_name(reference: str) -> bool:
+    """Whether a checkpoint is asked of the hub: it has the form of a name there, and there is no such folder here."""
+    return bool(_HUB_NAME.match(reference)) and not Path(reference).exists()
 
 
 def missing_folder_hint(reference: str) -> str:
