@@ -131,6 +131,58 @@ def test_a_step_that_raises_in_the_sweep(option: str) -> None:
     assert all(torch.equal(gradient, expected[name]) for name, gradient in reference.gradients(model).items())
 
 
+LONG = dict(num_prompt=12, lengths=(30, 17, 3))
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_scored_blocks_are_not_run_again_without_a_graph(family: str, tier: str, tmp_path: Any) -> None:
+    """Of n blocks all are scored, and with a budget only the n - 1 without a graph are built again."""
+    model, long = build(family, dtype=torch.float32), group(**LONG)
+    runs: dict[int, int] = {}
+    results = []
+    for budget in (0, ALL):
+        engine = longstraw.Engine(model, retain_graph_bytes=budget, tier=tier, page_dir=tmp_path, **PIECES)
+        with engine.capture(long.prompt) as state:
+            captured, pages = fingerprint(state), len(state.store.table)
+            forward, runs[budget] = engine.host.forward, 0
+
+            def counted(*arguments: Any, budget: int = budget, forward: Any = forward) -> Any:
+                runs[budget] += 1
+                return forward(*arguments)
+
+            engine.host.forward = counted
+            engine.backward(state, long.responses, long.objective)
+            assert fingerprint(state) == captured and len(state.store.table) == pages
+        results.append(reference.gradients(model))
+        model.zero_grad(set_to_none=True)
+    blocks, segments = (4, 3, 1), 3
+    assert runs[0] == sum(3 * n - 1 for n in blocks) + segments
+    assert runs[ALL] == sum(2 * n - 1 for n in blocks)
+    assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
+
+
+def test_pages_of_scored_blocks_count_as_memory_and_go_after_an_error() -> None:
+    model, long = build("llama", dtype=torch.float32), group(**LONG)
+    engine = longstraw.Engine(model, prompt_grad="none", retain_graph_bytes=ALL, **PIECES)
+    with engine.capture(long.prompt) as state:
+        pages, used = len(state.store.table), state.store.memory_used()
+        seen = []
+
+        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+            seen.append(state.store.memory_used() - used)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(state, long.responses, objective)
+        assert seen[0] > 0 and len(state.store.table) == pages
+        # So small a budget that the first bundle's pages and graph exceed it: nothing stays.
+        engine.retain_graph_bytes = state.graphs.left = 1
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(state, long.responses, objective)
+        assert seen[1] == 0 and len(state.store.table) == pages
+
+
 def test_graphs_of_old_parameters_are_not_used() -> None:
     """After an optimizer step on a kept state the gradient is that of the present parameters' own graph."""
     steps = []

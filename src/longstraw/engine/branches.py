@@ -76,42 +76,46 @@ def _bundle(
 
 @dataclass
 class KeptBranch:
-    """A one-block bundle that was scored with its graph."""
+    """A bundle as its scoring left it: the pages of all its blocks but the last, and the last one's graph."""
 
     chain: Chain
     graph: PieceGraph
 
+    def release(self) -> None:
+        self.chain.truncate(0)
 
-@torch.no_grad()
-def score(
-    host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+Scored = tuple[torch.Tensor, torch.Tensor]
+
+
+def score(host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int) -> Scored:
     """Log-probabilities [B, T] of a bundle's targets and entropies [B, T], block by block, without a graph."""
     branch = state.chain.fork(len(bundle.members))
-    parts = []
     try:
-        for index, block in enumerate(bundle.blocks):
-            cache = branch.enter(index)
-            hidden_BTE = host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
-            assert hidden_BTE is not None
-            parts.append(_score(host, hidden_BTE, bundle.targets_BT[:, block], temperature, chunk))
-            if index + 1 < len(bundle.blocks):
-                branch.commit(cache, block.stop - block.start)
+        parts = _score_all_but_last(host, branch, bundle, temperature, chunk)
+        with torch.no_grad():
+            last = bundle.blocks[-1]
+            hidden_BTE = host.forward(bundle.inputs_BT[:, last], branch.stop, branch.enter(branch.num_pieces))
+            parts.append(_score(host, hidden_BTE, bundle.targets_BT[:, last], temperature, chunk))
     finally:
         branch.truncate(0)
-    logps, entropies = zip(*parts)
-    return torch.cat(logps, 1), torch.cat(entropies, 1)
+    return _joined(parts)
 
 
-def score_with_graph(
+def score_and_keep(
     host: ModelHost, state: ResidentState, bundle: Bundle, temperature: float, chunk: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor], KeptBranch]:
-    """As `score`, for a bundle of one block, with the graph that `replay` can start from."""
+) -> tuple[Scored, KeptBranch]:
+    """As `score`, keeping what `replay` would else have to run again."""
     branch = state.chain.fork(len(bundle.members))
-    graph = build(host, branch, 0, bundle.inputs_BT, output_read=True)
-    assert graph.hidden_BTE is not None
-    scored = _score(host, graph.hidden_BTE.detach(), bundle.targets_BT, temperature, chunk)
-    return scored, KeptBranch(branch, graph)
+    try:
+        parts = _score_all_but_last(host, branch, bundle, temperature, chunk)
+        last = bundle.blocks[-1]
+        graph = build(host, branch, branch.num_pieces, bundle.inputs_BT[:, last], output_read=True)
+        parts.append(_score(host, graph.hidden_BTE, bundle.targets_BT[:, last], temperature, chunk))
+    except BaseException:
+        branch.truncate(0)
+        raise
+    return _joined(parts), KeptBranch(branch, graph)
 
 
 def replay(
@@ -124,26 +128,46 @@ def replay(
     kept: KeptBranch | None = None,
 ) -> None:
     """Pulls a bundle's token cotangents back, last block first; what reaches the prompt's state is left there."""
-    branch = kept.chain if kept else state.chain.fork(len(bundle.members))
+    branch, graph = (kept.chain, kept.graph) if kept else (state.chain.fork(len(bundle.members)), None)
     try:
-        with torch.no_grad():
-            for index, block in enumerate(bundle.blocks[:-1]):
-                cache = branch.enter(index, output_read=False)
-                host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
-                branch.commit(cache, block.stop - block.start)
+        if kept is None:
+            with torch.no_grad():
+                for index, block in enumerate(bundle.blocks[:-1]):
+                    cache = branch.enter(index, output_read=False)
+                    host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
+                    branch.commit(cache, block.stop - block.start)
         for index in reversed(range(len(bundle.blocks))):
             block = bundle.blocks[index]
             targets = Targets(bundle.targets_BT[:, block], cotangents_BT[:, block], temperature, chunk)
-            graph = kept.graph if kept else None
             pull_back(host, branch, index, bundle.inputs_BT[:, block], targets, graph)
+            graph = None
             branch.truncate(index)
     finally:
         branch.truncate(0)
 
 
 @torch.no_grad()
+def _score_all_but_last(host: ModelHost, branch: Chain, bundle: Bundle, temperature: float, chunk: int) -> list[Scored]:
+    """Leaves their pages in the branch."""
+    parts = []
+    for index, block in enumerate(bundle.blocks[:-1]):
+        cache = branch.enter(index)
+        hidden_BTE = host.forward(bundle.inputs_BT[:, block], branch.starts[index], cache)
+        parts.append(_score(host, hidden_BTE, bundle.targets_BT[:, block], temperature, chunk))
+        branch.commit(cache, block.stop - block.start)
+    return parts
+
+
+def _joined(parts: list[Scored]) -> Scored:
+    logps, entropies = zip(*parts)
+    return torch.cat(logps, 1), torch.cat(entropies, 1)
+
+
+@torch.no_grad()
 def _score(
-    host: ModelHost, hidden_BTE: torch.Tensor, targets_BT: torch.Tensor, temperature: float, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logps_N, entropies_N = logprobs.score(host.head, hidden_BTE.flatten(0, 1), targets_BT.flatten(), temperature, chunk)
+    host: ModelHost, hidden_BTE: torch.Tensor | None, targets_BT: torch.Tensor, temperature: float, chunk: int
+) -> Scored:
+    assert hidden_BTE is not None
+    hidden_NE = hidden_BTE.detach().flatten(0, 1)
+    logps_N, entropies_N = logprobs.score(host.head, hidden_NE, targets_BT.flatten(), temperature, chunk)
     return logps_N.view(targets_BT.shape), entropies_N.view(targets_BT.shape)

@@ -66,8 +66,9 @@ class Engine:
         tier_bytes: bounds by tier, as {"device": 8 << 30}: pages beyond one rest on the next tier down.
         head_bytes: bound on the logits that exist at a time, in float32.
         checkpoint_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
-        retain_graph_bytes: so much memory for graphs of the prompt's last segments and of scored responses, which need
-            no recomputation then. Results are the same with any value.
+        retain_graph_bytes: so much memory for graphs of the prompt's last segments, and for scored responses (the pages
+            of their blocks, the graph of the last one), which need no recomputation then. Results are the same with any
+            value.
         checkpoint_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
             where it does not hold them all, some are recomputed. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
@@ -164,7 +165,7 @@ class Engine:
         temperature = checks.temperature(temperature)
         bundles, ids = self._bundles(state, responses)
         with self.meter.phase("score"), self.host.running():
-            return self._score(state, bundles, ids, temperature, 0)[:2]
+            return self._score(state, bundles, ids, temperature)
 
     def sample(
         self,
@@ -228,12 +229,13 @@ class Engine:
         bundles, ids = self._bundles(state, responses)
         self.meter.phases.clear()
         chain = state.chain
+        kept: dict[int, branches.KeptBranch] = {}
         try:
             with self.host.running(), GradientTransaction(parameters) as gradients:
                 if self.is_stale(state):
                     state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
                 with self.meter.phase("score"):
-                    logps, entropies, kept = self._score(state, bundles, ids, temperature, state.graphs.left)
+                    logps, entropies = self._score(state, bundles, ids, temperature, state.graphs.left, kept)
                 loss, cotangents = self._evaluate(state, objective, logps)
                 with self.meter.phase("replay"):
                     self._replay(state, bundles, cotangents, temperature, kept)
@@ -242,6 +244,8 @@ class Engine:
                     if any(bool(c.any()) for c in cotangents):
                         self._sweep(state)
         except BaseException:
+            for branch in kept.values():
+                branch.release()
             chain.drop_cotangents()
             for index in range(chain.num_pieces):
                 chain.forget_start(index)
@@ -322,26 +326,30 @@ class Engine:
         bundles: list[branches.Bundle],
         ids: list[torch.Tensor],
         temperature: float,
-        graph_bytes: int,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[int, branches.KeptBranch]]:
+        budget: int = 0,
+        kept: dict[int, branches.KeptBranch] | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Log-probabilities and entropies; with a budget in bytes, `kept` gets bundles as they were left, by place."""
         wide = wide_dtype(next(self.host.head.parameters()).dtype)
         logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
         entropies = [torch.zeros_like(logp) for logp in logps]
-        kept: dict[int, branches.KeptBranch] = {}
         for place, bundle in enumerate(bundles):
-            if graph_bytes > 0 and len(bundle.blocks) == 1:
+            if budget > 0 and kept is not None:
+                before = state.store.memory_used()
                 with saved_bytes(list(self.host.model.parameters())) as saved:
-                    scored, branch = branches.score_with_graph(self.host, state, bundle, temperature, self.chunk)
-                graph_bytes -= saved.nbytes
-                if graph_bytes >= 0:
+                    scored, branch = branches.score_and_keep(self.host, state, bundle, temperature, self.chunk)
+                budget -= saved.nbytes + state.store.memory_used() - before
+                if budget >= 0:
                     kept[place] = branch
+                else:
+                    branch.release()
                 del branch
             else:
                 scored = branches.score(self.host, state, bundle, temperature, self.chunk)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 for found, scored_BT in zip((logps, entropies), scored):
                     found[member] = scored_BT[row, :num_tokens].to(wide)
-        return logps, entropies, kept
+        return logps, entropies
 
     def _evaluate(
         self, state: ResidentState, objective: Objective, logps: list[torch.Tensor]
@@ -389,6 +397,8 @@ class Engine:
                 padded_BT[row, :num_tokens] = cotangents[member]
             if padded_BT.any():
                 branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk, branch)
+            elif branch is not None:
+                branch.release()
             done += sum(bundle.lengths)
             self._progress("replay", done, total)
 

@@ -160,6 +160,10 @@ class PageStore:
         """Bytes by kind and tier."""
         return self.table.nbytes()
 
+    def memory_used(self) -> int:
+        """Bytes of the pages that rest in memory, the device's or the host's."""
+        return self.table.used(Tier.DEVICE) + self.table.used(Tier.HOST)
+
     def close(self) -> None:
         """Frees everything and removes the files."""
         if self._reader is not None:
