@@ -35,7 +35,7 @@ from longstraw.training.environment import collect_receipt
 
 ROOT = Path(__file__).resolve().parent.parent
 TUNE_SEED, TRAIN_SEEDS = 100, (1, 2, 3)
-LEARNING_RATES = (2e-4, 4e-4, 8e-4)
+LEARNING_RATES = (2e-4, 4e-4, 8e-4, 1.6e-3)
 CLIPS = (1.0, 0.0)  # 0 is off
 TUNE_STEPS = 60
 PROMPTS_A_STEP, GROUP = 8, 16
