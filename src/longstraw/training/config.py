@@ -160,8 +160,8 @@ class TrainConfig(StrictGroup):
     )
     retain_graph_bytes: Bytes = Field(
         default=0,
-        description="Memory a prompt may use for graphs and scored responses that then need no recomputation; results are "
-        "the same.",
+        description="Memory a prompt may use for graphs and scored responses that then need no recomputation; results "
+        "are the same.",
     )
     checkpoint_layers: bool = Field(
         default=False, description="Hold one layer's activations at a time; less memory, one more recomputation."
