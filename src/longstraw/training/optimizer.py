@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from longstraw.precision import wide_dtype
 from longstraw.training.config import TrainConfig
 
 _SEPARATOR = "|"  # no parameter name has it
@@ -73,7 +74,9 @@ class NamedOptimizer:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not gradients:
             return 0.0
-        norm = torch.nn.utils.get_total_norm(gradients)
+        # In the gradients' own dtype a bfloat16 norm, and with it the clipping, would be off by up to 0.4 percent.
+        norms = [torch.linalg.vector_norm(g, dtype=wide_dtype(g.dtype)) for g in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if max_norm > 0 and torch.isfinite(norm):
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return float(norm)
