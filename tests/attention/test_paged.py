@@ -215,19 +215,35 @@ def threads(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_more_threads_than_heads_share_the_queries(threads: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_queries = 512 * threads
-    q, grad = draw(1, 1, num_queries, DIM), draw(1, 1, num_queries, DIM, seed=3)
-    k, v = (draw(1, 1, num_queries if causal else 700, DIM, seed=seed) for seed in (1, 2))
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_more_threads_than_heads_share_the_queries(
+    threads: int, causal: bool, heads: tuple[int, int], dtype: torch.dtype, tolerance: float, monkeypatch: Any
+) -> None:
+    num_queries = 256 * threads
+    num_keys = num_queries if causal else 700
+    q, grad = (draw(1, num_queries, heads[0], DIM, seed=seed).transpose(1, 2) for seed in (0, 3))
+    k, v = (draw(1, heads[1], num_keys, DIM, seed=seed) for seed in (1, 2))
     out, lse = kernels.part_forward(q, k, v, DIM**-0.5, causal)
     expected = reference.part_backward(grad, q, k, v, out, lse, DIM**-0.5, causal)
     rows = []
     kernel = kernels._cpu_backward
     monkeypatch.setattr(kernels, "_cpu_backward", lambda grad, *a, **k: rows.append(len(grad)) or kernel(grad, *a, **k))
-    found = kernels.part_backward(grad, q, k, v, out, lse, DIM**-0.5, causal)
+    narrow = [x.to(dtype) for x in (grad, q, k, v, out, lse)]
+    found = kernels.part_backward(*narrow, DIM**-0.5, causal)
     assert rows[0] == threads
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "num_queries, heads, shares", [(8192, 1, 8), (8192, 3, 2), (8190, 1, 7), (600, 1, 2), (500, 1, 1)]
+)
+def test_shares_of_eight_threads(num_queries: int, heads: int, shares: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    q, k = torch.empty(1, heads * 2, num_queries, DIM), torch.empty(1, heads, num_queries, DIM)
+    assert kernels._shares(q, k) == shares
+    assert kernels._shares(q.expand(2, -1, -1, -1), k) == 1
 
 
 def test_the_reference_is_autograds() -> None:

@@ -13,6 +13,7 @@ from group import Group, group
 from test_isolation import fingerprint
 
 import longstraw
+from longstraw.engine import branches
 
 KINDS = ["llama", "mistral", "qwen3_5"]
 PIECES = dict(segment_tokens=5, block_tokens=8)
@@ -162,25 +163,72 @@ def test_scored_blocks_are_not_run_again_without_a_graph(family: str, tier: str,
     assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
 
 
-def test_pages_of_scored_blocks_count_as_memory_and_go_after_an_error() -> None:
-    model, long = build("llama", dtype=torch.float32), group(**LONG)
-    engine = longstraw.Engine(model, prompt_grad="none", retain_graph_bytes=ALL, **PIECES)
+def kept_after_scoring(engine: longstraw.Engine, state: Any, what: Group) -> tuple[list[int], int]:
+    """Lengths of the responses that were kept, and the bytes of their pages; the step is broken off there."""
+    seen: list[int] = []
+    bundles, keep = {}, branches.score_and_keep
+    used = state.store.used()
+
+    def noted(host: Any, state: Any, bundle: Any, *rest: Any) -> Any:
+        scored, branch = keep(host, state, bundle, *rest)
+        bundles[id(branch)] = (branch, bundle)
+        return scored, branch
+
+    def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+        for branch, bundle in bundles.values():
+            seen.extend(bundle.lengths if branch.graph is not None else [])
+        seen.append(state.store.used() - used)
+        raise KeyboardInterrupt
+
+    branches.score_and_keep = noted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(state, what.responses, objective)
+    finally:
+        branches.score_and_keep = keep
+    assert state.store.used() == used
+    return seen[:-1], seen[-1]
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_what_is_kept_of_scored_responses_fits_into_the_budget(tier: str, tmp_path: Any) -> None:
+    model = build("llama", dtype=torch.float32)
+    long, short = group(num_prompt=12, lengths=(30, 3, 2)), group(num_prompt=12, lengths=(6,))
+    engine = longstraw.Engine(model, prompt_grad="none", retain_graph_bytes=ALL, tier=tier, page_dir=tmp_path, **PIECES)
     with engine.capture(long.prompt) as state:
-        pages, used = len(state.store.table), state.store.memory_used()
-        seen = []
 
-        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
-            seen.append(state.store.memory_used() - used)
-            raise KeyboardInterrupt
+        def kept(budget: int, what: Group) -> tuple[list[int], int]:
+            state.graphs.left = budget
+            return kept_after_scoring(engine, state, what)
 
-        with pytest.raises(KeyboardInterrupt):
-            engine.backward(state, long.responses, objective)
-        assert seen[0] > 0 and len(state.store.table) == pages
-        # So small a budget that the first bundle's pages and graph exceed it: nothing stays.
-        engine.retain_graph_bytes = state.graphs.left = 1
-        with pytest.raises(KeyboardInterrupt):
-            engine.backward(state, long.responses, objective)
-        assert seen[1] == 0 and len(state.store.table) == pages
+        lengths, pages = kept(ALL, long)
+        assert lengths == [30, 3, 2] and pages > 0
+
+        def least(what: Group, length: int) -> int:
+            """The smallest budget with which a response of that length is kept."""
+            low, high = 1, 1 << 24
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if length in kept(middle, what)[0] else (middle + 1, high)
+            return low
+
+        needed = least(long, 30)
+        assert needed >= least(short, 6) + pages  # 30 tokens are three blocks of 8, as pages, and a graph of 6
+        assert kept(needed - 1, long) == ([3, 2], 0)  # the others are kept all the same
+
+
+def test_tiers_that_hold_one_response_at_a_time(tmp_path: Any) -> None:
+    """Where the bounds leave no room for what could be kept, nothing is, and the step is the same."""
+    model, long = build("llama", dtype=torch.float32), group(num_prompt=12, lengths=(30, 29, 28, 27))
+    results = []
+    for budget in (0, ALL):
+        bounds = {"device": 30_000, "host": 0, "disk": 0}
+        engine = longstraw.Engine(model, "none", retain_graph_bytes=budget, tier_bytes=bounds, **PIECES)
+        with engine.capture(long.prompt) as state:
+            engine.backward(state, long.responses, long.objective)
+        results.append(reference.gradients(model))
+        model.zero_grad(set_to_none=True)
+    assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
 
 
 def test_graphs_of_old_parameters_are_not_used() -> None:

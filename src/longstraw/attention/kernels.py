@@ -11,7 +11,7 @@ import torch
 from longstraw.attention import reference
 
 _TILE_BYTES = 256 << 20  # scores of one tile of queries in the plain path
-_LEAST_SHARE = 512  # queries
+_LEAST_SHARE = 256  # queries
 
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -57,7 +57,7 @@ def part_backward(
     """(dq, dk, dv) of the part, from the output and log-sum-exp of the whole attention: see `reference`."""
     _guard(q_BHTD, k_BKSD, v_BKSD, causal)
     if q_BHTD.device.type == "cpu":
-        num_shares = _shares(q_BHTD)
+        num_shares = _shares(q_BHTD, k_BKSD)
         if num_shares > 1:
             return _shared_backward(num_shares, grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, scale, causal)
         return _cpu_backward(grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD, lse_BHT, 0.0, causal, scale=scale)
@@ -81,13 +81,16 @@ def part_backward(
     return torch.cat(grads_q, 2), grad_k, grad_v
 
 
-def _shares(q_BHTD: torch.Tensor) -> int:
-    """How many shares of its queries go through the CPU's backward kernel as rows: it gives a thread a row's head."""
-    rows, heads, num_queries, _ = q_BHTD.shape
-    wanted = torch.get_num_threads() // heads
-    if rows > 1 or wanted < 2 or num_queries < wanted * _LEAST_SHARE or num_queries % wanted:
+def _shares(q_BHTD: torch.Tensor, k_BKSD: torch.Tensor) -> int:
+    """How many equal shares of its queries go through the CPU's backward kernel as rows of their own.
+
+    The kernel gives a thread one K/V head of one row; a single row of few heads would leave cores idle.
+    """
+    num_rows, _, num_queries, _ = q_BHTD.shape
+    if num_rows > 1:
         return 1
-    return wanted
+    wanted = min(torch.get_num_threads() // k_BKSD.shape[1], num_queries // _LEAST_SHARE)
+    return next((num for num in range(wanted, 1, -1) if num_queries % num == 0), 1)
 
 
 def _shared_backward(
@@ -103,7 +106,8 @@ def _shared_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`part_backward` of a single row, its queries in equal shares side by side.
 
-    The log-sum-exp is the whole attention's, so any cover of the (query, key) pairs by rectangles and squares adds up.
+    The log-sum-exp is the whole attention's, so the parts of any partition of the (query, key) pairs into rectangles
+    and causal squares add up. Each share has its own dk and dv until they are summed.
     """
     grad, q, out, lse = (_as_rows(x, num_shares) for x in (grad_BHTD, q_BHTD, out_BHTD, lse_BHT))
     if not causal:

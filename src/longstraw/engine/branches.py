@@ -79,9 +79,15 @@ class KeptBranch:
     """A bundle as its scoring left it: the pages of all its blocks but the last, and the last one's graph."""
 
     chain: Chain
-    graph: PieceGraph
+    graph: PieceGraph | None
+
+    def hand_over(self) -> PieceGraph | None:
+        """The graph, the first time: nothing but its one pullback may keep it alive."""
+        graph, self.graph = self.graph, None
+        return graph
 
     def release(self) -> None:
+        self.graph = None
         self.chain.truncate(0)
 
 
@@ -127,8 +133,12 @@ def replay(
     chunk: int,
     kept: KeptBranch | None = None,
 ) -> None:
-    """Pulls a bundle's token cotangents back, last block first; what reaches the prompt's state is left there."""
-    branch, graph = (kept.chain, kept.graph) if kept else (state.chain.fork(len(bundle.members)), None)
+    """Pulls a bundle's token cotangents back, last block first; what reaches the prompt's state is left there.
+
+    Args:
+        kept: the bundle as `score_and_keep` left it; used up, whatever happens.
+    """
+    branch = kept.chain if kept else state.chain.fork(len(bundle.members))
     try:
         if kept is None:
             with torch.no_grad():
@@ -139,8 +149,9 @@ def replay(
         for index in reversed(range(len(bundle.blocks))):
             block = bundle.blocks[index]
             targets = Targets(bundle.targets_BT[:, block], cotangents_BT[:, block], temperature, chunk)
+            graph = kept.hand_over() if kept else None
             pull_back(host, branch, index, bundle.inputs_BT[:, block], targets, graph)
-            graph = None
+            del graph
             branch.truncate(index)
     finally:
         branch.truncate(0)

@@ -67,8 +67,8 @@ class Engine:
         head_bytes: bound on the logits that exist at a time, in float32.
         checkpoint_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
         retain_graph_bytes: so much memory for graphs of the prompt's last segments, and for scored responses (the pages
-            of their blocks, the graph of the last one), which need no recomputation then. Results are the same with any
-            value.
+            of their blocks on any tier, the graph of the last one), which need no recomputation then. Results are the
+            same with any value.
         checkpoint_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
             where it does not hold them all, some are recomputed. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
@@ -274,7 +274,7 @@ class Engine:
     def reduce(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Sums over the mesh, in place, what belongs to gradients, such as `Outcome.response_side`.
 
-        Every rank has to call it. Returns the sums; without a mesh they are what was given.
+        Every rank has to call it. Returns the sums; without a mesh they are what was given, and zeros for None.
 
         Args:
             tensors: one entry a trainable parameter, of its shape; None counts as zero.
@@ -334,17 +334,25 @@ class Engine:
         logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
         entropies = [torch.zeros_like(logp) for logp in logps]
         for place, bundle in enumerate(bundles):
+            scored = None
             if budget > 0 and kept is not None:
-                before = state.store.memory_used()
-                with saved_bytes(list(self.host.model.parameters())) as saved:
-                    scored, branch = branches.score_and_keep(self.host, state, bundle, temperature, self.chunk)
-                budget -= saved.nbytes + state.store.memory_used() - before
-                if budget >= 0:
-                    kept[place] = branch
+                before = state.store.used()
+                try:
+                    with saved_bytes(list(self.host.model.parameters())) as saved:
+                        scored, branch = branches.score_and_keep(self.host, state, bundle, temperature, self.chunk)
+                except MemoryError:  # the tiers' bounds hold one bundle's pages at a time
+                    budget = 0
+                    while kept:
+                        kept.popitem()[1].release()
                 else:
-                    branch.release()
-                del branch
-            else:
+                    cost = saved.nbytes + state.store.used() - before
+                    if cost <= budget:
+                        budget -= cost
+                        kept[place] = branch
+                    else:
+                        branch.release()
+                    del branch
+            if scored is None:
                 scored = branches.score(self.host, state, bundle, temperature, self.chunk)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 for found, scored_BT in zip((logps, entropies), scored):
@@ -391,11 +399,12 @@ class Engine:
         total = sum(sum(bundle.lengths) for bundle in bundles)
         done = 0
         for place, bundle in enumerate(bundles):
-            branch = kept.pop(place, None)
             padded_BT = torch.zeros(bundle.targets_BT.shape, dtype=cotangents[0].dtype, device=self.host.device)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 padded_BT[row, :num_tokens] = cotangents[member]
-            if padded_BT.any():
+            has_gradient = bool(padded_BT.any())
+            branch = kept.pop(place, None)
+            if has_gradient:
                 branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk, branch)
             elif branch is not None:
                 branch.release()

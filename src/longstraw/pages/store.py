@@ -160,9 +160,9 @@ class PageStore:
         """Bytes by kind and tier."""
         return self.table.nbytes()
 
-    def memory_used(self) -> int:
-        """Bytes of the pages that rest in memory, the device's or the host's."""
-        return self.table.used(Tier.DEVICE) + self.table.used(Tier.HOST)
+    def used(self) -> int:
+        """Bytes of all pages on all tiers."""
+        return sum(self.table.used(tier) for tier in Tier)
 
     def close(self) -> None:
         """Frees everything and removes the files."""
