@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def final(study: Study, runs: Path) -> list[Run]:
     ]
 
 
+@cache
 def chosen(study: Study, runs: Path) -> dict[str | int, Settings]:
     """For each gradient the settings with the highest mean reward over the second half of the tuning's steps."""
     tuned = tuning_study(study)
