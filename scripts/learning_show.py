@@ -149,22 +149,23 @@ def draw(studies: Sequence[Study], runs: Path, path: Path) -> None:
     figure, grid = pyplot.subplots(
         len(studies), 2, figsize=(10, 3.2 * len(studies)), layout="constrained", squeeze=False
     )
-    colours = dict(zip(range(4), ("#b23a48", "#d98c3f", "#5b8fb9", "#1f3a5f")))
+    windows = ("#d98c3f", "#5b8fb9")
     for (left, right), study in zip(grid, studies, strict=True):
-        for place, (mode, trained) in enumerate(by_mode(study, runs).items()):
+        colours = {"none": "#b23a48", "full": "#1f3a5f", **dict(zip(study.windows, windows))}
+        for mode, trained in by_mode(study, runs).items():
             label = f"last {mode:,}" if isinstance(mode, int) else mode
             smooth = [_smooth([row["reward"] for row in steps_of(run, runs)]) for run in trained]
             columns = list(zip(*smooth, strict=True))
             steps = range(1, len(columns) + 1)
-            left.plot(steps, [statistics.fmean(column) for column in columns], color=colours[place], label=label)
-            left.fill_between(steps, *zip(*((min(c), max(c)) for c in columns)), color=colours[place], alpha=0.15, lw=0)
+            left.plot(steps, [statistics.fmean(column) for column in columns], color=colours[mode], label=label)
+            left.fill_between(steps, *zip(*((min(c), max(c)) for c in columns)), color=colours[mode], alpha=0.15, lw=0)
             after = [accuracies(run, runs) for run in trained]
             columns = [[values[length] for values in after] for length in after[0]]
-            right.plot(list(after[0]), [statistics.fmean(c) for c in columns], color=colours[place], marker="o", ms=3)
+            right.plot(list(after[0]), [statistics.fmean(c) for c in columns], color=colours[mode], marker="o", ms=3)
             right.fill_between(
-                list(after[0]), *zip(*((min(c), max(c)) for c in columns)), color=colours[place], alpha=0.15, lw=0
+                list(after[0]), *zip(*((min(c), max(c)) for c in columns)), color=colours[mode], alpha=0.15, lw=0
             )
-            if place == 0:
+            if mode == "none":
                 start = next(run for run in trained if run.before)
                 before = accuracies(start, runs, before=True)
                 right.plot(list(before), list(before.values()), color="grey", ls="--", label="before")
