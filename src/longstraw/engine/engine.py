@@ -15,6 +15,7 @@ from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
 from longstraw.engine.graphs import SegmentGraphs, saved_bytes
 from longstraw.engine.host import ModelHost
+from longstraw.engine.kept import KeptBundles
 from longstraw.engine.meter import Meter, Phase
 from longstraw.engine.pullback import build, pull_back
 from longstraw.engine.sample import Draft, Sampling, sample
@@ -165,7 +166,7 @@ class Engine:
         temperature = checks.temperature(temperature)
         bundles, ids = self._bundles(state, responses)
         with self.meter.phase("score"), self.host.running():
-            return self._score(state, bundles, ids, temperature)
+            return self._score(state, bundles, ids, temperature, KeptBundles())
 
     def sample(
         self,
@@ -229,13 +230,14 @@ class Engine:
         bundles, ids = self._bundles(state, responses)
         self.meter.phases.clear()
         chain = state.chain
-        kept: dict[int, branches.KeptBranch] = {}
+        kept = KeptBundles()
         try:
             with self.host.running(), GradientTransaction(parameters) as gradients:
                 if self.is_stale(state):
                     state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
                 with self.meter.phase("score"):
-                    logps, entropies = self._score(state, bundles, ids, temperature, state.graphs.left, kept)
+                    kept = KeptBundles(state.graphs.left)
+                    logps, entropies = self._score(state, bundles, ids, temperature, kept)
                 loss, cotangents = self._evaluate(state, objective, logps)
                 with self.meter.phase("replay"):
                     self._replay(state, bundles, cotangents, temperature, kept)
@@ -244,8 +246,7 @@ class Engine:
                     if any(bool(c.any()) for c in cotangents):
                         self._sweep(state)
         except BaseException:
-            for branch in kept.values():
-                branch.release()
+            kept.release()
             chain.drop_cotangents()
             for index in range(chain.num_pieces):
                 chain.forget_start(index)
@@ -326,34 +327,13 @@ class Engine:
         bundles: list[branches.Bundle],
         ids: list[torch.Tensor],
         temperature: float,
-        budget: int = 0,
-        kept: dict[int, branches.KeptBranch] | None = None,
+        kept: KeptBundles,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Log-probabilities and entropies; with a budget in bytes, `kept` gets bundles as they were left, by place."""
         wide = wide_dtype(next(self.host.head.parameters()).dtype)
         logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
         entropies = [torch.zeros_like(logp) for logp in logps]
         for place, bundle in enumerate(bundles):
-            scored = None
-            if budget > 0 and kept is not None:
-                before = state.store.used()
-                try:
-                    with saved_bytes(list(self.host.model.parameters())) as saved:
-                        scored, branch = branches.score_and_keep(self.host, state, bundle, temperature, self.chunk)
-                except MemoryError:  # the tiers' bounds hold one bundle's pages at a time
-                    budget = 0
-                    while kept:
-                        kept.popitem()[1].release()
-                else:
-                    cost = saved.nbytes + state.store.used() - before
-                    if cost <= budget:
-                        budget -= cost
-                        kept[place] = branch
-                    else:
-                        branch.release()
-                    del branch
-            if scored is None:
-                scored = branches.score(self.host, state, bundle, temperature, self.chunk)
+            scored = kept.score(self.host, state, place, bundle, temperature, self.chunk)
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 for found, scored_BT in zip((logps, entropies), scored):
                     found[member] = scored_BT[row, :num_tokens].to(wide)
@@ -394,7 +374,7 @@ class Engine:
         bundles: list[branches.Bundle],
         cotangents: list[torch.Tensor],
         temperature: float,
-        kept: dict[int, branches.KeptBranch],
+        kept: KeptBundles,
     ) -> None:
         total = sum(sum(bundle.lengths) for bundle in bundles)
         done = 0
@@ -403,7 +383,7 @@ class Engine:
             for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
                 padded_BT[row, :num_tokens] = cotangents[member]
             has_gradient = bool(padded_BT.any())
-            branch = kept.pop(place, None)
+            branch = kept.take(place)
             if has_gradient:
                 branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk, branch)
             elif branch is not None:
