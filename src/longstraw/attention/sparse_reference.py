@@ -10,9 +10,13 @@ import torch
 
 
 def scores(q_THD: torch.Tensor, w_TH: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
-    """The indexer's scores [T, S], all pairs at once: sum_h w[t, h] relu(q[t, h] . k[s])."""
-    products_THS = (q_THD.to(torch.float32) @ k_SD.to(torch.float32).T).relu()
-    return (w_TH.to(torch.float32)[:, None] @ products_THS)[:, 0]
+    """The indexer's scores [T, S], all pairs at once: sum_h w[t, h] relu(q[t, h] . k[s]).
+
+    Token by token and without matrix products: those add up in an order that may depend on the column, and equal keys
+    would score differently.
+    """
+    q_THD, w_TH = q_THD.to(torch.float32), w_TH.to(torch.float32)
+    return torch.stack([(w_TH * (q_THD * k_D).sum(-1).relu()).sum(-1) for k_D in k_SD.to(torch.float32)], -1)
 
 
 def choose(scores_TS: torch.Tensor, num: int) -> list[list[int]]:
