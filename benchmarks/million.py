@@ -1,7 +1,7 @@
 """A million tokens of real text on this machine: one GRPO step, pages on disk, private memory under 2 GB.
 
     python -m benchmarks.million                    # 1,048,576 tokens, `none` and `full`
-    python -m benchmarks.million --curve            # 64K to 512K, with fitted exponents
+    python -m benchmarks.million --curve            # 64K to 512K, with fitted exponents; others with --lengths
     python -m benchmarks.million --tokens 65536 --modes none
 
 First the gate: on the same model and text, at a prompt short enough for it, both gradients against conventional
@@ -26,7 +26,7 @@ from benchmarks.measure import ROOT, Spec, measure
 from benchmarks.workload import TextWorkload, topics
 
 LIMIT = 2 * 10**9  # private resident bytes of the whole process
-CURVE = [1 << 16, 1 << 17, 1 << 18, 1 << 19]
+CURVE = "65536,131072,262144,524288"
 REFERENCES = {"none": "constant_prompt", "full": "conventional"}
 
 
@@ -34,7 +34,8 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=2)] = 1 << 20,
     modes: Annotated[str, typer.Option(help="prompt_grad, comma-separated.")] = "none,full",
     group: Annotated[int, typer.Option(help="Responses of 256 tokens.", min=2)] = 4,
-    curve: Annotated[bool, typer.Option("--curve", help="64K, 128K, 256K and 512K tokens instead.")] = False,
+    curve: Annotated[bool, typer.Option("--curve", help="Several lengths instead, with fitted exponents.")] = False,
+    lengths: Annotated[str, typer.Option(help="Those lengths, comma-separated.")] = CURVE,
     segment_tokens: Annotated[int, typer.Option(help="The engine's segment_tokens.")] = 8192,
     page_dir: Annotated[Path | None, typer.Option(help="Where page files go; has to be a disk.")] = None,
     gate_tokens: Annotated[int, typer.Option(help="Prompt of the gate.")] = 4096,
@@ -48,6 +49,10 @@ def main(
     names = [name.strip() for name in modes.split(",")]
     if set(names) - set(REFERENCES):
         raise typer.BadParameter('choose among "none" and "full"', param_hint="--modes")
+    try:
+        prompts = [int(length) for length in lengths.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{lengths!r} are not numbers", param_hint="--lengths") from None
     options = {"segment_tokens": segment_tokens, "tier": "disk", "page_dir": str(page_dir) if page_dir else None}
 
     gate = _gate(TextWorkload(prompt=gate_tokens, group=group), names, {**options, "segment_tokens": gate_tokens // 3})
@@ -60,7 +65,7 @@ def main(
         raise typer.Exit(1)
 
     rows = []
-    for num_tokens in CURVE if curve else [tokens]:
+    for num_tokens in prompts if curve else [tokens]:
         for name in names:
             workload = TextWorkload(prompt=num_tokens, group=group)
             rows.append(_row(workload, name, options, cache, again))

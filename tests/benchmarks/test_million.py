@@ -36,7 +36,7 @@ def test_exponents_are_slopes_of_logarithms():
             "state_bytes": {"kv": {"disk": 256 * n}},
             "phases": {"capture": {"seconds": 1e-9 * n**2}},
         }
-        for n in million.CURVE
+        for n in map(int, million.CURVE.split(","))
     ]
     found = million._exponents(rows)
     assert found["seconds"] == pytest.approx(2) and found["bytes on disk"] == pytest.approx(1)
