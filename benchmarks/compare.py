@@ -24,6 +24,7 @@ from benchmarks import receipt
 from benchmarks.gate import ALLOWED
 from benchmarks.grid import PIECES, Contestant, Grid, contestants, wrong
 from benchmarks.measure import ROOT
+from benchmarks.options import numbers
 from benchmarks.workload import Workload
 
 
@@ -44,7 +45,7 @@ def main(
     unknown = set(again or ()) - {column.name for column in columns}
     if unknown:
         raise typer.BadParameter(f"unknown contestant {', '.join(sorted(unknown))}", param_hint="--again")
-    lengths, sizes = _numbers("--prompts", prompts), _numbers("--groups", groups)
+    lengths, sizes = numbers("--prompts", prompts), numbers("--groups", groups)
     points = [Workload(prompt=p, group=g, response=response) for p in lengths for g in sizes]
     grid = Grid(cache, points, columns)
     if list_only:
@@ -136,14 +137,6 @@ def _chosen(only: str) -> list[Contestant]:
         known = ", ".join(column.name for column in columns)
         raise typer.BadParameter(f"unknown {', '.join(sorted(unknown))}; there are {known}", param_hint="--only")
     return [column for column in columns if column.name in names or column.name == "conventional"]
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        return sorted(int(part) for part in text.split(","))
-    except ValueError as error:
-        message = f"{text!r} is not a comma-separated list of whole numbers"
-        raise typer.BadParameter(message, param_hint=option) from error
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks import receipt
 from benchmarks.gate import ALLOWED, relative_error
 from benchmarks.measure import ROOT, Spec, measure
+from benchmarks.options import numbers
 from benchmarks.workload import TextWorkload, topics
 
 LIMIT = 2 * 10**9  # private resident bytes of the whole process
@@ -49,10 +50,7 @@ def main(
     names = [name.strip() for name in modes.split(",")]
     if set(names) - set(REFERENCES):
         raise typer.BadParameter('choose among "none" and "full"', param_hint="--modes")
-    try:
-        prompts = [int(length) for length in lengths.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{lengths!r} are not numbers", param_hint="--lengths") from None
+    prompts = numbers("--lengths", lengths) if curve else [tokens]
     options = {"segment_tokens": segment_tokens, "tier": "disk", "page_dir": str(page_dir) if page_dir else None}
 
     gate = _gate(TextWorkload(prompt=gate_tokens, group=group), names, {**options, "segment_tokens": gate_tokens // 3})
@@ -65,7 +63,7 @@ def main(
         raise typer.Exit(1)
 
     rows = []
-    for num_tokens in prompts if curve else [tokens]:
+    for num_tokens in prompts:
         for name in names:
             workload = TextWorkload(prompt=num_tokens, group=group)
             rows.append(_row(workload, name, options, cache, again))

@@ -1,6 +1,7 @@
 """The million-token command, at a size that a test can afford."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -59,3 +60,18 @@ def test_the_command_end_to_end(tmp_path, monkeypatch):
     assert row["state_bytes"]["cotangent"]["disk"] > 0
     assert list(row["phases"]) == ["capture", "score", "replay", "sweep"]
     assert not list(tmp_path.glob("longstraw-*"))  # the pages are gone
+
+
+def test_a_curve_over_lengths_of_ones_own(tmp_path):
+    app = typer.Typer()
+    app.command()(million.main)
+    sizes = ["--gate-tokens", "100", "--segment-tokens", "256", "--group", "2", "--modes", "none", "--curve"]
+    places = ["--cache", str(tmp_path / "rows"), "--out", str(tmp_path / "m.json"), "--page-dir", str(tmp_path)]
+    refused = CliRunner().invoke(app, [*sizes, *places, "--lengths", "300,many"])
+    assert refused.exit_code == 2 and "--lengths" in refused.output and "whole" in refused.output
+    result = CliRunner().invoke(app, [*sizes, *places, "--lengths", "600,300"])
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "m.json").read_text())
+    assert [row["prompt"] for row in report["rows"]] == [300, 600]
+    short, long = (num_captured * 128 + 40_960 for num_captured in (299, 599))  # keys and values, recurrent states
+    assert report["exponents"]["none"]["bytes on disk"] == pytest.approx(math.log2(long / short))
