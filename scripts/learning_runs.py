@@ -138,8 +138,9 @@ class Run:
             "save_steps": 20,
             "save_total_limit": 1,
             "log_completions": False,
+            "log_gradient_parts": self.evaluates,
             "seed": self.seed,
-        } | ({"log_gradient_parts": True} if self.evaluates else {})
+        }
 
 
 def tuning(study: Study) -> list[Run]:

@@ -181,3 +181,23 @@ def test_the_first_failure_ends_the_study(
 def test_an_unknown_study_names_the_known_ones(learning: ModuleType, tmp_path: Path) -> None:
     result = command("tune", "--studies", "recal-2048", "--runs", str(tmp_path))
     assert result.exit_code == 2 and "recall-2048" in result.output
+
+
+def test_a_run_again_is_held_against_its_seeds(
+    learning: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = learning.Study("recall", 64, (), 2, 64, rates=(1e-3,))
+    monkeypatch.setattr(learning, "EVALUATED", {})
+    monkeypatch.setattr(learning, "HELD_OUT_ROWS", 2)
+    for module in (learning, importlib.import_module("learning")):
+        monkeypatch.setattr(module, "STUDIES", (study,))
+    for run in learning.tuning(study):
+        fake(run, tmp_path, 0.1, 0.2)
+    for run in learning.final(study, tmp_path):  # `full` between nothing and everything, `none` at what cannot be
+        fake(run, tmp_path, 0.1, (run.seed - 1) / 2 if run.mode == "full" else 2.0)
+    words = ("rerun", "--study", study.name, "--runs", str(tmp_path))
+    inside, outside = command(*words), command(*words, "--mode", "none")
+    assert inside.exit_code == 0 and "inside the spread" in inside.output, inside.output
+    assert outside.exit_code == 1 and "OUTSIDE the spread" in outside.output, outside.output
+    unknown = command(*words, "--seed", "9")
+    assert isinstance(unknown.exception, ValueError) and "of seed 9" in str(unknown.exception)
