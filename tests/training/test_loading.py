@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from longstraw.engine.engine import Engine
+from longstraw.training import build
 from longstraw.training.config_io import load_config
 from longstraw.training.loading import load_policy, trainable_parameters
 from longstraw.training.locate import is_hub_name
@@ -245,6 +247,18 @@ def test_what_is_asked_of_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [is_hub_name(name) for name in ("Qwen/Qwen3-4B", "gpt2", "models/absent")] == [True] * 3
     here = ("model", str(saved), "./absent", "/absent/model", "package:mine/model", "mine:model", "mine.py:model")
     assert not any(is_hub_name(name) for name in here)
+
+
+def test_it_is_said_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = StringIO()
+
+    def load(_: Any) -> Any:
+        assert "there is no folder models/absent here; asking the hub for it" in printed.getvalue()
+        raise ValueError("stop")
+
+    monkeypatch.setattr(build, "load_policy", load)
+    with pytest.raises(ValueError, match="stop"):
+        run(tmp_path / "run", printed=printed, model="models/absent")
 
 
 def test_weights_in_pickle_form_are_refused(saved: Path) -> None:

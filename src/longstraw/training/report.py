@@ -78,8 +78,8 @@ class Reporter:
             parts.append(f"{row['groups/skipped']} without signal")
         if row.get("groups/replaced"):
             parts.append(f"{row['groups/replaced']} replaced")
-        if "reward" in row and row["reward"] is None:
-            parts.append("no group's rewards differ: nothing to learn from")
+            if row["reward"] is None:
+                parts.append("no group's rewards differ: nothing to learn from")
         self.say("  ".join(parts))
 
     def evaluation(self, row: Row) -> None:
