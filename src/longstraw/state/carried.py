@@ -8,23 +8,37 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from longstraw.pages import Page, PageStore
-from longstraw.state.layer import LayerChain
+from longstraw.state.layer import LayerChain, LiveLayer
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class CarriedLive(Protocol):
-    """A live layer whose state is carried: starts from `start`, ends with `end`."""
+class LiveCarried(LiveLayer):
+    """A live layer of `rows` rows whose state is carried: `start` (as many rows, or one for all) becomes `end`."""
 
-    start: Tensors | None
-    end: Tensors | None
+    def __init__(self, start: Tensors | None, rows: int) -> None:
+        super().__init__()
+        self.start = start
+        self.end: Tensors | None = None
+        self._rows = rows
+        self.rewind()
 
-    def written(self) -> Tensors: ...
+    def written(self) -> Tensors:
+        assert self.end is not None
+        return self.end
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the given rows."""
+        if self.end is not None:
+            self.end = tuple(t[rows] for t in self.end)
+
+    def _start_of_rows(self) -> Tensors | None:
+        return None if self.start is None else tuple(t.expand(self._rows, *t.shape[1:]) for t in self.start)
 
 
 class CarriedChain(LayerChain):
@@ -73,7 +87,7 @@ class CarriedChain(LayerChain):
             start = tuple(t.detach().requires_grad_() for t in start)
         return self.live(start, rows)
 
-    def commit(self, index: int, live: CarriedLive, start: int) -> None:
+    def commit(self, index: int, live: LiveCarried, start: int) -> None:
         if index != self.num_pieces:
             raise RuntimeError(f"piece {index} is committed after {self.num_pieces} pieces")
         assert live.end is not None
@@ -85,7 +99,7 @@ class CarriedChain(LayerChain):
         """Whether the state before piece `index` is at hand."""
         return index == 0 or index in self._states
 
-    def restore(self, index: int, live: CarriedLive, start: int) -> None:
+    def restore(self, index: int, live: LiveCarried, start: int) -> None:
         if index + 1 not in self._states:
             assert live.end is not None
             self._put(index + 1, start, live.end)
@@ -106,14 +120,14 @@ class CarriedChain(LayerChain):
         if index in self._states and not self._keeps(index) and index < self.num_pieces - 1:
             self.store.free(self._states.pop(index))
 
-    def outputs(self, index: int, live: CarriedLive) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def outputs(self, index: int, live: LiveCarried) -> list[tuple[torch.Tensor, torch.Tensor]]:
         cotangents = self._cotangents.pop(index + 1, None)
         if cotangents is None:
             return []
         assert live.end is not None
         return [(end, c.to(end.dtype)) for end, c in zip(live.end, cotangents) if end.requires_grad]
 
-    def settle(self, index: int, live: CarriedLive) -> None:
+    def settle(self, index: int, live: LiveCarried) -> None:
         if live.start is None or not live.start[0].requires_grad:
             return
         gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.start)

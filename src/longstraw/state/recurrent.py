@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionLayer
 
 from longstraw.pages import PageStore
-from longstraw.state.carried import CarriedChain, Tensors
-from longstraw.state.layer import LiveLayer
+from longstraw.state.carried import CarriedChain, LiveCarried, Tensors
 
 
 class RecurrentChain(CarriedChain):
@@ -29,27 +28,20 @@ class RecurrentChain(CarriedChain):
         return LiveRecurrent(start, rows)
 
 
-class LiveRecurrent(LiveLayer, LinearAttentionLayer):
+class LiveRecurrent(LiveCarried, LinearAttentionLayer):
     """Gives the layer its starting state and takes the new one, out of place, at any length.
 
     The stock layer writes into its states; a graph cannot run through that.
     """
 
     def __init__(self, start: Tensors | None, rows: int) -> None:
-        super().__init__()
+        super().__init__(start, rows)
         self.record_past = True  # or the model updates the convolution state in place for one-token pieces
-        self.start = start
-        self.end: Tensors | None = None
-        self._rows = rows
-        self.rewind()
-
-    def written(self) -> Tensors:
-        assert self.end is not None
-        return self.end
 
     def rewind(self) -> None:
-        if self.start is not None:
-            self._load(tuple(t.expand(self._rows, *t.shape[1:]) for t in self.start))
+        start = self._start_of_rows()
+        if start is not None:
+            self._load(start)
         else:
             self.conv_states[0] = self.recurrent_states[0] = None
             self.has_previous_state[0] = False
@@ -77,8 +69,8 @@ class LiveRecurrent(LiveLayer, LinearAttentionLayer):
         return recurrent_states
 
     def select(self, rows: torch.Tensor) -> None:
+        super().select(rows)
         if self.end is not None:
-            self.end = tuple(t[rows] for t in self.end)
             self._load(self.end)
 
     def _load(self, state: Tensors) -> None:

@@ -10,8 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from longstraw.attention import window
 from longstraw.attention.interface import LIVE
 from longstraw.pages import PageStore
-from longstraw.state.carried import CarriedChain, Tensors
-from longstraw.state.layer import LiveLayer
+from longstraw.state.carried import CarriedChain, LiveCarried, Tensors
 
 
 class WindowChain(CarriedChain):
@@ -40,23 +39,15 @@ class WindowChain(CarriedChain):
         return page.nbytes * (self.size - 1) // max(1, num_held)
 
 
-class LiveWindow(LiveLayer, CacheLayerMixin):
+class LiveWindow(LiveCarried, CacheLayerMixin):
     """Attends over the carried tail and the live piece, and carries the new tail on."""
 
     def __init__(self, size: int, start: Tensors | None, rows: int) -> None:
-        super().__init__()
+        super().__init__(start, rows)
         self.size = size
-        self.start = start
-        self.end: Tensors | None = None
-        self._rows = rows
-        self.rewind()
-
-    def written(self) -> Tensors:
-        assert self.end is not None
-        return self.end
 
     def rewind(self) -> None:
-        self.end = None if self.start is None else tuple(t.expand(self._rows, -1, -1, -1) for t in self.start)
+        self.end = self._start_of_rows()
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, kwargs: dict[str, Any], **_: Any
@@ -72,7 +63,3 @@ class LiveWindow(LiveLayer, CacheLayerMixin):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         return window.attend(query, key, value, self.size, scale)
-
-    def select(self, rows: torch.Tensor) -> None:
-        if self.end is not None:
-            self.end = tuple(t[rows] for t in self.end)
