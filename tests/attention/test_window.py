@@ -35,6 +35,19 @@ def test_any_window_piece_and_tail(
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_the_graph_holds_queries_keys_and_values_alone() -> None:
+    q, k, v = (draw(1, 2, 30, 6, seed=seed).requires_grad_() for seed in range(3))
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        window.attend(q, k, v, 5, 0.4)
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (q, k, v)}
+
+
 def test_the_reference_window() -> None:
     """By hand: with equal scores, query i averages the values of the tokens i - size + 1 to i."""
     v = draw(1, 1, 9, 3)

@@ -1,7 +1,7 @@
 """PyTorch's own flash kernels as parts of an attention: each returns its log-sum-exp, its backward takes the whole's.
 
-Shapes as in `reference`. On CPU the kernels serve float64, float32 and bfloat16; on CUDA float16 and bfloat16, other
-dtypes there take the plain reference in tiles of queries.
+Shapes as in `reference`. On CPU the kernels serve float64, float32 and bfloat16; on CUDA float16 and bfloat16. Other
+dtypes there take the plain reference: pages in tiles of queries, the live piece, which is one segment, at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from longstraw.attention import reference
+from longstraw.attention.deterministic import deterministic
 
 _TILE_BYTES = 256 << 20  # scores of one tile of queries in the plain path
 _LEAST_SHARE = 256  # queries
@@ -64,9 +65,11 @@ def part_backward(
     if _cuda_flash(q_BHTD):
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BHTD, q_BHTD, k_BKSD, v_BKSD, out_BHTD))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout state, which nothing reads here
-        gradients = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse_BHT, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused, scale=scale
-        )
+        lengths = (None, None, q.shape[1], k.shape[1])
+        with deterministic():
+            gradients = torch.ops.aten._flash_attention_backward(
+                grad, q, k, v, out, lse_BHT, *lengths, 0.0, causal, unused, unused, scale=scale
+            )
         grad_q, grad_k, grad_v = (g.transpose(1, 2) for g in gradients)
         return grad_q, grad_k, grad_v
     if causal:

@@ -5,32 +5,74 @@ Shapes: B rows, T live tokens, S = carried + T keys, H query heads, K key/value 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from longstraw.precision import wide_dtype
 
 _TILE = 512  # queries; a tile reads window + tile keys
 
 
 def attend(q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, window: int, scale: float) -> torch.Tensor:
     """Output [B, H, T, D], differentiable: each of the last T tokens sees the `window` tokens that end with itself."""
-    num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    return _WindowAttention.apply(q_BHTD, k_BKSD, v_BKSD, window, scale)
+
+
+class _WindowAttention(torch.autograd.Function):
+    """The graph holds queries, keys and values alone: a tile is computed once more when it is pulled back."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.window, ctx.scale = window, scale
+        parts = [
+            _tile(q[:, :, queries], k[:, :, keys], v[:, :, keys], window, scale)
+            for queries, keys in _tiles(q.shape[2], k.shape[2], window)
+        ]
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v = ctx.saved_tensors
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = (torch.zeros_like(x, dtype=wide_dtype(x.dtype)) for x in (k, v))
+        for queries, keys in _tiles(q.shape[2], k.shape[2], ctx.window):
+            with torch.enable_grad():
+                parts = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+                leaves = tuple(x.detach().requires_grad_() for x in parts)
+                out = _tile(leaves[0], leaves[1], leaves[2], ctx.window, ctx.scale)
+            part_q, part_k, part_v = torch.autograd.grad(out, leaves, grads[0][:, :, queries])
+            grad_q[:, :, queries] = part_q
+            grad_k[:, :, keys] += part_k
+            grad_v[:, :, keys] += part_v
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _tiles(num_queries: int, num_keys: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Queries of a tile, and the keys that any of them sees."""
     before = num_keys - num_queries
-    outputs = []
     for start in range(0, num_queries, _TILE):
         stop = min(start + _TILE, num_queries)
-        first = max(0, before + start - window + 1)
-        last = before + stop
-        query = torch.arange(before + start, last, device=q_BHTD.device)[:, None]
-        key = torch.arange(first, last, device=q_BHTD.device)[None]
-        visible = (key <= query) & (key > query - window)
-        outputs.append(
-            scaled_dot_product_attention(
-                q_BHTD[:, :, start:stop],
-                k_BKSD[:, :, first:last].to(q_BHTD.dtype),
-                v_BKSD[:, :, first:last].to(q_BHTD.dtype),
-                attn_mask=visible,
-                scale=scale,
-                enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
-            )
+        yield slice(start, stop), slice(max(0, before + start - window + 1), before + stop)
+
+
+def _tile(q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, window: int, scale: float) -> torch.Tensor:
+    num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    query = torch.arange(num_keys - num_queries, num_keys, device=q_BHTD.device)[:, None]
+    key = torch.arange(num_keys, device=q_BHTD.device)[None]
+    # on CUDA the fused kernels with a mask add up in any order in their backward; matrix products do not
+    plain = sdpa_kernel(SDPBackend.MATH) if q_BHTD.device.type == "cuda" else contextlib.nullcontext()
+    with plain:
+        return scaled_dot_product_attention(
+            q_BHTD,
+            k_BKSD.to(q_BHTD.dtype),
+            v_BKSD.to(q_BHTD.dtype),
+            attn_mask=(key <= query) & (key > query - window),
+            scale=scale,
+            enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
         )
-    return torch.cat(outputs, 2)
