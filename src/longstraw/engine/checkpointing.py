@@ -34,7 +34,9 @@ def _recomputed(forward: Callable[..., Any], place: int) -> Callable[..., Any]:
 
         def from_start(hidden: torch.Tensor) -> Any:
             live.rewind()
-            return forward(hidden, *args, **kwargs)
+            out = forward(hidden, *args, **kwargs)
+            live.next_layer = None  # staged once: when this layer is recomputed, the next one is already done
+            return out
 
         return checkpoint(from_start, hidden_states, use_reentrant=False, preserve_rng_state=False)
 
