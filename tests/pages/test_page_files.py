@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import resource
@@ -148,6 +149,36 @@ def test_a_fork_that_ends_leaves_its_parents_pages(tmp_path: Path) -> None:
     output, errors = process(tmp_path, fork).communicate("\n", timeout=60)
     assert output == "16.0\n", errors
     assert not folders(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", failing)
+        store = PageStore("cpu", "disk", tmp_path)
+        with pytest.raises(OSError, match=r"64 bytes.*page_dir") as caught:
+            store.put("kv", 0, (torch.ones(1, 1, 4, 4),))
+    assert caught.value.errno == errno.ENOLCK and str(tmp_path) in str(caught.value)
+    assert not folders(tmp_path) and store.nbytes() == {}
+
+
+def test_what_broke_off_in_the_making_is_removed_later(tmp_path: Path) -> None:
+    """Once it is older than any directory in the making, unless its owner holds the lock."""
+    import fcntl
+
+    young, old, locked = (tmp_path / f".longstraw-pages-{name}" for name in ("young", "old", "locked"))
+    for folder in (young, old, locked):
+        folder.mkdir()
+    with open(locked / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder in (old, locked):
+            os.utime(folder, (0, 0))
+        assert remove_leftovers(tmp_path) == [old]
+    assert folders(tmp_path) == [locked, young]
 
 
 def test_a_directory_in_the_making_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import IO
 import torch
 
 _PREFIX = "longstraw-pages-"
+_HIDDEN = "." + _PREFIX
+_MAKING_SECONDS = 60  # a directory takes milliseconds to make
 _LOCK = "lock"
 
 
@@ -25,20 +28,29 @@ class DiskFolder:
     Args:
         parent: where to make it; None takes the system's temporary directory. Directories that a dead process left
             behind there are removed first; one whose lock is held belongs to a live process and stays.
+        nbytes: of the page that is waiting for it, which an error names.
+
+    Raises:
+        OSError: it could not be made; nothing of it is left.
     """
 
-    def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, parent: str | os.PathLike[str] | None = None, nbytes: int = 0) -> None:
         root = Path(parent) if parent is not None else Path(tempfile.gettempdir())
+        hidden = None
         try:
             root.mkdir(parents=True, exist_ok=True)
             remove_leftovers(root)
-            hidden = Path(tempfile.mkdtemp(prefix="." + _PREFIX, dir=root))  # until it is locked nobody may find it
+            hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=root))  # until it is locked nobody may find it
             lock = open(hidden / _LOCK, "w")  # noqa: SIM115  (held open on purpose: the lock is the life sign)
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.path = hidden.rename(root / hidden.name.removeprefix("."))
         except OSError as error:
+            if hidden is not None:
+                shutil.rmtree(hidden, ignore_errors=True)
             raise OSError(
-                error.errno, f"cannot keep pages in {root}: {error.strerror}; choose another directory with page_dir"
+                error.errno,
+                f"cannot keep pages ({nbytes:,} bytes to begin with) in {root}: {error.strerror}; choose another "
+                "directory with page_dir",
             ) from error
         self._next = 0
         self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
@@ -137,15 +149,23 @@ class DiskFile:
 def remove_leftovers(root: Path) -> list[Path]:
     """Removes page directories under `root` whose owner is gone; returns what it removed."""
     removed = []
-    for folder in root.glob(_PREFIX + "*"):
+    broken_off = [folder for folder in root.glob(_HIDDEN + "*") if _age_seconds(folder) > _MAKING_SECONDS]
+    for folder in [*root.glob(_PREFIX + "*"), *broken_off]:
         try:
-            with open(folder / _LOCK, "r+") as lock:
+            with open(folder / _LOCK, "a" if folder in broken_off else "r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
                 removed.append(folder)
         except OSError:  # its owner lives, it is another user's, or it is being made this instant
             continue
     return removed
+
+
+def _age_seconds(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:  # its owner has just removed it
+        return 0.0
 
 
 def _remove(path: Path, lock: IO[str], owner: int) -> None:
