@@ -70,7 +70,8 @@ def test_small_checkpoint_budget_keeps_fewer_states():
     assert state.checkpoint_stride == 1
     prompt = torch.arange(90)
     full = longstraw.Engine(model, segment_tokens=6).capture(prompt)
-    thin = longstraw.Engine(model, segment_tokens=6, checkpoint_bytes=0).capture(prompt)
+    with pytest.warns(UserWarning, match="checkpoint_bytes=0 .*at the least"):
+        thin = longstraw.Engine(model, segment_tokens=6, checkpoint_bytes=0).capture(prompt)
     assert thin.checkpoint_stride == 3  # 15 segments: 15/3 kept and 3 restored are as few as can be
     kept = [s.nbytes["recurrent"]["device"] for s in (full, thin)]
     assert kept[1] < kept[0] / 2

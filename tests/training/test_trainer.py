@@ -67,6 +67,19 @@ def plain_step(rows: list[dict[str, Any]], prompts: dict[int, list[int]]) -> tup
     return model, total, norm
 
 
+def test_how_thinly_states_were_kept_is_in_the_metrics(tmp_path: Path) -> None:
+    """One row for a bound that holds all of the windows' states, one for none, and one for a bound that is too low."""
+    changes: dict[str, Any] = dict(model={"path": "tiny:mistral"}, segment_tokens=2, max_steps=1)
+    for limit, stride in (("256KiB", 1), (None, None)):
+        run(tmp_path / str(limit), checkpoint_bytes=limit, **changes)
+        [row] = metrics(tmp_path / str(limit))
+        assert row.get("checkpoint_stride") == stride
+    with pytest.warns(UserWarning, match=r"checkpoint_bytes=1,000 .*at the least"):
+        run(tmp_path / "thin", checkpoint_bytes=1000, **changes)
+    [row] = metrics(tmp_path / "thin")
+    assert row["checkpoint_stride"] > 1
+
+
 def test_a_step_is_the_conventional_one(tmp_path: Path) -> None:
     run(tmp_path / "run", max_steps=1, prompts_per_step=3, lr_scheduler_type="constant")
     rows = [json.loads(line) for line in completions(tmp_path / "run")["step-000001.jsonl"].splitlines()]

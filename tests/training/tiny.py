@@ -7,27 +7,33 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 61
+_SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    eos_token_id=None,
+    bos_token_id=None,
+)
 WORDS = ["<pad>", "<eos>", "user", "assistant", *(f"w{number}" for number in range(VOCAB_SIZE - 4))]
 
 
 def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Two layers of 32; positions to 256; no eos unless asked for."""
     torch.manual_seed(seed)
-    options: dict[str, Any] = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(LlamaConfig(**options | changes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**_SHAPE | changes)).eval()
+
+
+def mistral() -> MistralForCausalLM:
+    """As `llama`, with a window of 8 tokens."""
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=8)).eval()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

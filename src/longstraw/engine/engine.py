@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,13 +66,15 @@ class Engine:
         mesh: a DeviceMesh with an axis "data"; `reduce_gradients` sums over it.
         page_dir: parent of the disk tier's private directory; None is the system's temporary directory.
         tier_bytes: bounds by tier, as {"device": 8 << 30}: pages beyond one rest on the next tier down.
-        head_bytes: bound on the logits that exist at a time, in float32.
+        head_bytes: bound on the logits that exist at a time, in float32; what is computed from them takes up to twice
+            as much again.
         checkpoint_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
         retain_graph_bytes: so much memory for graphs of the prompt's last segments, and for scored responses (the pages
             of their blocks on any tier, the graph of the last one), which need no recomputation then. Results are the
             same with any value.
         checkpoint_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
-            where it does not hold them all, some are recomputed. None is no bound.
+            where it does not hold them all, some are recomputed (`ResidentState.checkpoint_stride` says how many are
+            kept), and where it is below the least that this takes, a warning says so. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
 
     Raises:
@@ -415,7 +418,15 @@ class Engine:
     def _thin_out(self, chain: Chain, num_pieces: int) -> int:
         if self.checkpoint_bytes is None:
             return 1
-        return chain.thin_out(self.checkpoint_bytes, num_pieces)
+        stride, needed = chain.thin_out(self.checkpoint_bytes, num_pieces)
+        if needed > self.checkpoint_bytes:
+            warnings.warn(
+                f"checkpoint_bytes={self.checkpoint_bytes:,} holds too few states at segment boundaries for a prompt "
+                f"of {num_pieces} segments: the sweep needs {needed:,} bytes at the least and takes them. Raise "
+                "checkpoint_bytes, or segment_tokens, so that there are fewer boundaries",
+                stacklevel=4,
+            )
+        return stride
 
     def _piece_ids(self, state: ResidentState, segment: slice) -> torch.Tensor:
         return state.prompt_ids[None, segment].to(self.host.device)

@@ -66,7 +66,7 @@ class Chain:
             layer.commit(index, live, self.stop)
         self.starts.append(self.stop + num_tokens)
 
-    def thin_out(self, nbytes: int, num_pieces: int) -> int:
+    def thin_out(self, nbytes: int, num_pieces: int) -> tuple[int, int]:
         """Has carried states kept at so few boundaries that they, and those a sweep restores at a time, fit.
 
         Keeping every s-th of n boundaries holds n/s states, and restoring the s - 1 between two holds s more, at the
@@ -79,6 +79,7 @@ class Chain:
 
         Returns:
             s: the smallest that fits; where none does, the one that needs the least.
+            The bytes that it needs.
         """
         state = sum(layer.state_nbytes(1) for layer in self.carried)
         needs = {
@@ -89,7 +90,7 @@ class Chain:
         chosen = min(fitting) if fitting else min(needs, key=lambda stride: needs[stride])
         for layer in self.carried:
             layer.stride = chosen
-        return chosen
+        return chosen, needs[chosen]
 
     def nearest_start(self, index: int) -> int:
         """The last piece up to `index` whose starting state is at hand."""

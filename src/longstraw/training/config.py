@@ -167,7 +167,9 @@ class TrainConfig(StrictGroup):
         default=False, description="Hold one layer's activations at a time; less memory, one more recomputation."
     )
     checkpoint_bytes: Bytes | None = Field(
-        default=None, description="Bound on recurrent states kept at segment boundaries; null is no bound."
+        default=None,
+        description="Bound on recurrent and window states kept at segment boundaries, the others being recomputed; "
+        "null is no bound.",
     )
 
     # Running, saving, reporting
