@@ -1,5 +1,8 @@
 """A bound on a tier moves pages to the next one down and changes no bit of the gradient."""
 
+import errno
+import os
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,6 +60,41 @@ def test_no_room_on_any_tier_is_an_error_and_leaves_gradients_alone(model):
         engine.backward(state, [torch.arange(5)], lambda logps: logps[0].sum())
     assert torch.equal(model.lm_head.weight.grad, before)
     assert model.model.embed_tokens.weight.grad is None
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("after", [0, 3, 20])
+def test_a_disk_that_fills_up_in_a_step_leaves_gradients_alone(model, tmp_path, monkeypatch, call, after):
+    """Wherever it strikes, while responses' pages or cotangents are written; with room again the step is as ever."""
+    expected = _gradients(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine = longstraw.Engine(model, segment_tokens=12, block_tokens=4, tier="disk", page_dir=tmp_path)
+    responses = [torch.arange(5), torch.arange(9)]
+
+    def objective(logps):
+        return logps[0].sum() + logps[1].mean()
+
+    with engine.capture(range(90)) as state:
+        real, calls = getattr(os, call), []
+
+        def filling_up(*args):
+            calls.append(args)
+            if len(calls) > after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, filling_up)
+            with pytest.raises(OSError, match=r"[\d,]+ bytes of pages.*page_dir") as caught:
+                engine.backward(state, responses, objective)
+        assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
+        assert all(bool((p.grad == 1).all()) for p in model.parameters())
+        assert "cotangent" not in state.nbytes
+        model.zero_grad(set_to_none=True)
+        engine.backward(state, responses, objective)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bounds", [{"gpu": 1}, {"device": -1}, {"device": 1.5}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ def test_streaming_keeps_the_order(store: PageStore) -> None:
     assert list(store.stream([])) == []
 
 
+def test_the_next_page_is_read_while_this_one_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PageStore("cpu", "disk", tmp_path)
+    pages = [store.put("kv", i, (torch.full((1, 1, 1, 4), float(i)),)) for i in range(4)]
+    preadv, reads = os.preadv, threading.Semaphore(0)
+    readers: list[int] = []
+
+    def watched(*args: Any) -> int:
+        readers.append(threading.get_ident())
+        reads.release()
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    seen = []
+    for place, (_, (tensor,)) in enumerate(store.stream(pages)):
+        ahead = min(place + 2, len(pages))  # pages whose reading has begun, though nobody has asked for the next
+        while len(seen) < ahead:
+            assert reads.acquire(timeout=30), f"page {len(seen)} is not read ahead"
+            seen.append(readers[len(seen)])
+        assert float(tensor.mean()) == place
+    here = threading.get_ident()
+    assert len(readers) == len(pages) and [reader == here for reader in readers] == [True, False, False, False]
+    store.close()
+
+
 def test_a_stream_may_be_left_early(store: PageStore) -> None:
     pages = [store.put("kv", i, (torch.ones(1, 1, 1, 4),)) for i in range(5)]
     for page, _ in store.stream(pages):
@@ -136,6 +161,22 @@ def test_cotangents_live_from_first_touch_to_taking(store: PageStore) -> None:
     assert store.nbytes()["cotangent"] == {tier: 32}
     store.free(pages[1])
     assert store.nbytes() == {"kv": {tier: 64}}, "a freed page takes its cotangent along"
+
+
+def test_cotangents_rest_no_higher_than_their_page(tmp_path: Path) -> None:
+    """On its page's tier, or on the next one down that has room."""
+    store = PageStore("cpu", "device", tmp_path, {"device": 192, "host": 192})
+    pages = [store.put("kv", i, (torch.zeros(1, 1, 4, 4),)) for i in range(5)]
+    assert [page.tier for page in pages] == ["device"] * 3 + ["host"] * 2
+    store.free(pages.pop(0))
+    for page in pages:
+        store.accumulate(page, (torch.ones(1, 1, 4, 4),))
+    placed = [page.tier for page in store.table if page.kind == "cotangent"]
+    assert placed == ["device", "host", "disk", "disk"]
+    store.accumulate(pages[0], (torch.ones(1, 1, 4, 4),))
+    found = [store.take_cotangent(page) for page in pages]
+    assert [float(part[0].mean()) for part in found if part is not None] == [2.0, 1.0, 1.0, 1.0]
+    store.close()
 
 
 def test_freed_twice_is_an_error(store: PageStore) -> None:

@@ -56,7 +56,8 @@ class Meter:
 
     def _peak(self) -> int | None:
         if self._cuda is not None:
-            return torch.cuda.max_memory_allocated(self._cuda)
+            # with the freed blocks that other streams may still read, which max_memory_allocated leaves out
+            return torch.cuda.memory_stats(self._cuda)["active_bytes.all.peak"]
         with contextlib.suppress(OSError), open("/proc/self/status") as status:
             for line in status:
                 if line.startswith("VmHWM"):

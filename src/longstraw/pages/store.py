@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -23,7 +24,8 @@ class PageStore:
     """Pages of one engine.
 
     A page's tensors are written once. Its cotangent (the gradient of the loss with respect to them) is summed in
-    float32, or float64 for float64 pages, on the page's own tier: allocated at the first touch, gone when taken.
+    float32, or float64 for float64 pages, on the page's own tier or, where that is full, the next one down that has
+    room: allocated at the first touch, gone when taken.
 
     Args:
         device: where pages are used.
@@ -45,7 +47,11 @@ class PageStore:
         self.table = PageTable()
         self._page_dir = page_dir
         self._budgets = {Tier(name): nbytes for name, nbytes in (budgets or {}).items()}
-        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._on_cpu = self.device.type == "cpu"
+        on_gpu = self.device.type == "cuda"
+        self._copies = torch.cuda.Stream(self.device) if on_gpu else None
+        self._sums = torch.cuda.Stream(self.device) if on_gpu else None  # cotangents in host memory, beside the compute
+        self._added: deque[Any] = deque()  # events of the latest sums
         self._folder: DiskFolder | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._staged: dict[int, tuple[Page, Future[Arrival]]] = {}
@@ -70,7 +76,7 @@ class PageStore:
             num_tokens=first.shape[token_dim] if token_dim is not None else 0,
             rows=first.shape[0],
             nbytes=nbytes,
-            tier=self._place(nbytes),
+            tier=self._place(nbytes, self.tier),
         )
         self.table.add(page)
         self._held[page.number] = self._rest(page, tensors)
@@ -81,14 +87,24 @@ class PageStore:
         return self._bring(self._held[page.number])
 
     def stream(self, pages: Sequence[Page]) -> Iterator[tuple[Page, Tensors]]:
-        """Yields pages in order while the next one is on its way."""
+        """Yields pages in order while the next one is on its way.
+
+        On a GPU the caller's work is only queued when it asks for the next page. It waits here until the use of the
+        last page but one is over, so that three pages at most are on the device at a time.
+        """
         ahead = self._taken_up(pages[0]) if pages else None
+        uses: deque[Any] = deque()  # events: the last kernels that read a page
         try:
             for index, page in enumerate(pages):
                 coming, ahead = ahead, None
                 tensors = self.fetch(page) if coming is None else self._arrived(*coming)
                 ahead = self._ahead(pages[index + 1]) if index + 1 < len(pages) else None
                 yield page, tensors
+                del tensors
+                if self._copies is not None and page.tier is not Tier.DEVICE:
+                    uses.append(torch.cuda.current_stream(self.device).record_event())
+                    if len(uses) > 1:
+                        uses.popleft().synchronize()
         finally:
             if ahead is not None:
                 wait([ahead[1]])
@@ -107,9 +123,8 @@ class PageStore:
         if number not in self._cotangents:
             wide = tuple(g.to(wide_dtype(g.dtype)) for g in gradients)
             nbytes = sum(t.numel() * t.element_size() for t in wide)
-            record = self.table.add(
-                Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, self._place(nbytes))
-            )
+            tier = self._place(nbytes, page.tier)
+            record = self.table.add(Page("cotangent", page.start, page.num_tokens, page.rows, nbytes, tier))
             self._cotangents[number] = (record, self._rest(record, wide))
             return
         record, held = self._cotangents[number]
@@ -119,6 +134,8 @@ class PageStore:
             for into, gradient in zip(total, gradients):
                 into.add_(gradient.to("cpu"))
             held.write(total)
+        elif self._sums is not None and record.tier is Tier.HOST and not isinstance(held, Block):
+            self._add_aside(held, gradients)
         else:
             for into, gradient in zip(held.tensors() if isinstance(held, Block) else held, gradients):
                 into.add_(gradient.to(into.device))
@@ -129,6 +146,8 @@ class PageStore:
         if found is None:
             return None
         record, held = found
+        if self._sums is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._sums)
         try:
             tensors = self._bring(held)
             if isinstance(held, Block):  # its memory goes back at once
@@ -178,14 +197,14 @@ class PageStore:
             self._folder.close()
             self._folder = None
 
-    def _place(self, nbytes: int) -> Tier:
-        """The tier that a new page rests on.
+    def _place(self, nbytes: int, wanted: Tier) -> Tier:
+        """The first tier from the wanted one down that has room.
 
         Raises:
             MemoryError: no tier has room.
         """
         tiers = list(Tier)
-        for tier in tiers[tiers.index(self.tier) :]:
+        for tier in tiers[tiers.index(wanted) :]:
             if self.table.used(tier) + nbytes <= self._budgets.get(tier, nbytes + self.table.used(tier)):
                 return tier
         used = ", ".join(f"{tier} {self.table.used(tier):,} of {limit:,}" for tier, limit in self._budgets.items())
@@ -196,13 +215,13 @@ class PageStore:
         try:
             if page.tier is Tier.DISK:
                 if self._folder is None:
-                    self._folder = DiskFolder(self._page_dir)
+                    self._folder = DiskFolder(self._page_dir, page.nbytes)
                 return self._folder.new_file(tuple(tensors))
             tensors = [t.detach() for t in tensors]
-            if self.device.type == "cpu":
+            if self._on_cpu:
                 return self._arena.keep(tensors)
-            pin = page.tier is Tier.HOST
-            where = torch.device("cpu") if pin else self.device
+            host = page.tier is Tier.HOST
+            where, pin = torch.device("cpu") if host else self.device, host and self._copies is not None
             resting = (torch.empty(t.shape, dtype=t.dtype, device=where, pin_memory=pin) for t in tensors)
             return tuple(into.copy_(t) for into, t in zip(resting, tensors))
         except BaseException:
@@ -210,12 +229,11 @@ class PageStore:
             raise
 
     def _bring(self, held: Held) -> Tensors:
-        on_gpu = self.device.type != "cpu"
         if isinstance(held, DiskFile):
-            held = held.read(pin=on_gpu)
+            held = held.read(pin=self._copies is not None)
         elif isinstance(held, Block):
             return held.tensors()
-        return tuple(t.to(self.device, non_blocking=True) for t in held) if on_gpu else held
+        return tuple(t.to(self.device, non_blocking=True) for t in held) if not self._on_cpu else held
 
     def _taken_up(self, page: Page) -> tuple[Page, Future[Arrival]] | None:
         """The read that `stage` began. One that failed, in an earlier step perhaps, is begun anew."""
@@ -227,7 +245,7 @@ class PageStore:
 
     def _ahead(self, page: Page) -> tuple[Page, Future[Arrival]] | None:
         """Starts bringing a page, if that takes time."""
-        if page.tier is Tier.DEVICE or (page.tier is Tier.HOST and self.device.type == "cpu"):
+        if page.tier is Tier.DEVICE or (page.tier is Tier.HOST and self._on_cpu):
             return None
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="longstraw-pages")
@@ -250,6 +268,22 @@ class PageStore:
             for tensor in tensors:
                 tensor.record_stream(current)
         return tensors
+
+    def _add_aside(self, totals: Tensors, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds to sums in pinned memory: up to the device, added there, and back, on a stream of their own.
+
+        The caller's stream waits for the last sum but one: gradients do not pile up where it is the faster one.
+        """
+        current, sums = torch.cuda.current_stream(self.device), self._sums
+        assert sums is not None
+        sums.wait_stream(current)
+        with torch.cuda.stream(sums):
+            for total, gradient in zip(totals, gradients):
+                gradient.record_stream(sums)
+                total.copy_(total.to(self.device, non_blocking=True).add_(gradient), non_blocking=True)
+            self._added.append(sums.record_event())
+        if len(self._added) > 1:
+            current.wait_event(self._added.popleft())
 
     def _drop(self, page: Page, held: Held | None) -> None:
         self.table.remove(page)
