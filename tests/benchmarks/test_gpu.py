@@ -2,30 +2,78 @@
 
 import json
 
+import pytest
 import typer
+from families import FAMILIES
 from typer.testing import CliRunner
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_capacity, gpu_exactness
 
 
-def test_cpu_subset(tmp_path):
+@pytest.fixture
+def run(tmp_path):
     app = typer.Typer()
     app.command()(gpu.main)
-    out = tmp_path / "gpu.json"
-    result = CliRunner().invoke(app, ["--device", "cpu", "--out", str(out)])
+
+    def run(*options):
+        out = tmp_path / "gpu.json"
+        result = CliRunner().invoke(app, ["--device", "cpu", "--out", str(out), *options])
+        return result, json.loads(out.read_text())
+
+    return run
+
+
+def test_cpu_subset(run):
+    result, report = run()
     assert result.exit_code == 0, result.output
-    report = json.loads(out.read_text())
     assert {row["family"] for row in report["exactness"]} == set(gpu.FAMILIES)
-    assert all(row["passed"] for row in report["exactness"])
-    assert len(report["points"]) == 8
-    assert all(set(row["phases"]) == {"capture", "score", "replay", "sweep"} for row in report["points"])
+    assert all(row["passed"] and row["same_bits"] for row in report["exactness"])
+    assert report["choices_agree"]
+    assert len(report["points"]) == 12
+    for row in report["points"]:
+        assert set(row["phases"]) == {"capture", "score", "replay", "sweep"}
+        assert row["seconds"] > 0 and row["matmul_share"] > 0
 
 
-def test_wrong_gradient_shows_no_speed(tmp_path, monkeypatch):
-    app = typer.Typer()
-    app.command()(gpu.main)
-    monkeypatch.setattr(gpu, "FAMILIES", {"llama": gpu.FAMILIES["llama"]})
-    monkeypatch.setattr(gpu, "FLOAT32_ALLOWED", 0.0)
-    out = tmp_path / "gpu.json"
-    assert CliRunner().invoke(app, ["--device", "cpu", "--out", str(out)]).exit_code == 1
-    assert "points" not in json.loads(out.read_text())
+def test_every_family_that_is_served_is_there():
+    variants = {"qwen3_mixed", "qwen3_5_image", "deepseek_v3_halves"}  # of families that are there
+    assert set(gpu_exactness.FAMILIES) == set(FAMILIES) - variants
+
+
+@pytest.mark.parametrize("broken", ["gradient", "choice", "bits"])
+def test_wrong_results_show_no_speed(run, monkeypatch, broken):
+    monkeypatch.setattr(gpu, "FAMILIES", ["llama"])
+    if broken == "gradient":
+        monkeypatch.setattr(gpu_exactness, "FLOAT32_ALLOWED", 0.0)
+    elif broken == "choice":
+        monkeypatch.setattr(gpu, "choices_agree", lambda device: False)
+    else:
+        ours = gpu_exactness._ours
+
+        def other(model, prompt, responses, tier="device"):
+            found = ours(model, prompt, responses, tier)
+            if tier == "host":
+                next(iter(found.values())).add_(1e-12)
+            return found
+
+        monkeypatch.setattr(gpu_exactness, "_ours", other)
+    result, report = run()
+    assert result.exit_code == 1
+    assert "points" not in report
+
+
+def test_a_point_that_would_not_end_in_time_is_skipped(monkeypatch):
+    """The estimate is the last point's pace of the same kind, so one that took too long already stops the next."""
+    clock = iter([1e9] * 4 + [0.0] * 100)
+    rows = list(gpu_capacity.capacity("cpu", 1e9, lambda: next(clock)))
+    assert [("skipped" in row) for row in rows] == [False] * 4 + [True] * 8
+    assert all(row["skipped"].startswith("about ") and "0 s left" in row["skipped"] for row in rows[4:])
+
+
+def test_a_choice_that_breaks_ties_otherwise_is_seen(monkeypatch):
+    from longstraw.attention import indexer
+
+    assert gpu_exactness.choices_agree("cpu", 700, 300, 64)
+    monkeypatch.setattr(indexer, "_LOW", 0)  # positions count upwards within the low word: later ones first
+    monkeypatch.setattr(indexer, "ranks", lambda scores, positions: scores.view(scores.shape).long() * 4096 + positions)
+    assert not gpu_exactness.choices_agree("cpu", 700, 300, 64)
