@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import longstraw
 
-GROUP = 4
+FAMILY = "qwen2"
+GROUP, RESPONSE = 4, 512
 BACKWARD_ATTENTION = 2.5  # times the forward's matrix products: five for two, the scores being computed once more
 HOST_SLOWER = 1.3  # a guess, until the first point on the host tier is there
 
@@ -77,7 +78,7 @@ def capacity(device: str, rate: float, seconds_left: Callable[[], float]) -> Ite
 def _model(device: str) -> Any:
     on_gpu = device != "cpu"
     shape = AutoConfig.for_model(
-        "qwen2",
+        FAMILY,
         vocab_size=152064 if on_gpu else 512,
         hidden_size=3584 if on_gpu else 64,
         intermediate_size=18944 if on_gpu else 96,
@@ -93,11 +94,12 @@ def _model(device: str) -> Any:
 
 
 def _measure(model: Any, device: str, point: Point) -> dict[str, Any]:
+    """Fields of a row. On the host tier they include page-locking the memory, which a training run pays once."""
     on_gpu = device != "cpu"
     generator = torch.Generator().manual_seed(2)
     vocab = model.config.vocab_size
     ids = torch.randint(0, vocab, (point.prompt,), generator=generator)
-    response = 512 if on_gpu else 8
+    response = RESPONSE if on_gpu else 8
     responses = [torch.randint(0, vocab, (response,), generator=generator) for _ in range(GROUP)]
     segment_tokens = 4096 if on_gpu else 64
     engine = longstraw.Engine(model, point.prompt_grad, segment_tokens=segment_tokens, tier=point.tier)
@@ -119,19 +121,21 @@ def _measure(model: Any, device: str, point: Point) -> dict[str, Any]:
 
 
 def _operations(model: Any, point: Point) -> float:
-    """Multiplications and additions that the prompt costs; responses, head and adapters are small and left out.
+    """Multiplications and additions of prompt and responses; head and adapters are small and left out.
 
     The last layer of a segment stops at its keys and values, in every pass. Frozen weights get no gradient, so the
-    linear layers' backward is one product for the forward's one.
+    linear layers' backward is one product for the forward's one. Responses are scored, run again and pulled back.
     """
     config = model.config
-    layers = [p.numel() for n, p in model.named_parameters() if ".layers." in n and "lora" not in n]
+    weights = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n and "lora" not in n)
+    width = config.num_hidden_layers * config.hidden_size
+    answered = GROUP * RESPONSE
+    responses = 3 * 2.0 * weights * answered + (2 + BACKWARD_ATTENTION) * 4.0 * width * point.prompt * answered
     done = (config.num_hidden_layers - 1) / config.num_hidden_layers
-    linear = done * 2.0 * sum(layers) * point.prompt
-    attention = done * 2.0 * config.num_hidden_layers * config.hidden_size * point.prompt**2
+    linear, attention = done * 2.0 * weights * point.prompt, done * 2.0 * width * point.prompt**2
     if point.prompt_grad == "none":
-        return linear + attention
-    return 3 * linear + (2 + BACKWARD_ATTENTION) * attention
+        return linear + attention + responses
+    return 3 * linear + (2 + BACKWARD_ATTENTION) * attention + responses
 
 
 def _synchronize(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -89,9 +90,13 @@ def test_responses_that_share_a_block_read_each_page_once(family: str, monkeypat
             engine.backward(state, what.responses, lambda logps: sum(logp.sum() for logp in logps))
     alone, together = reads[:2], reads[2:]
     assert all(alone) and alone == together
+    if family == "llama":
+        assert set(alone[0].values()) == {1}
 
 
 def test_a_phase_reports_the_memory_that_it_held() -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the system does not forget its peak")
     meter = Meter(torch.device("cpu"))
     with meter.phase("small"):
         pass
@@ -101,7 +106,6 @@ def test_a_phase_reports_the_memory_that_it_held() -> None:
     with meter.phase("after"):
         pass
     small, large, after = (meter.phases[name].peak_bytes for name in ("small", "large", "after"))
-    if small is None or large is None or after is None:
-        pytest.skip("the system does not tell resident memory")
+    assert small is not None and large is not None and after is not None
     assert 95 << 20 < large - small < 150 << 20
     assert after < large - (50 << 20)

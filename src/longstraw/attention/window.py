@@ -66,8 +66,8 @@ def _tile(q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, wind
     query = torch.arange(num_keys - num_queries, num_keys, device=q_BHTD.device)[:, None]
     key = torch.arange(num_keys, device=q_BHTD.device)[None]
     # on CUDA the fused kernels with a mask add up in any order in their backward; matrix products do not
-    plain = sdpa_kernel(SDPBackend.MATH) if q_BHTD.device.type == "cuda" else contextlib.nullcontext()
-    with plain:
+    pulled_back = q_BHTD.device.type == "cuda" and torch.is_grad_enabled()
+    with sdpa_kernel(SDPBackend.MATH) if pulled_back else contextlib.nullcontext():
         return scaled_dot_product_attention(
             q_BHTD,
             k_BKSD.to(q_BHTD.dtype),

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from longstraw.precision import wide_dtype
 Tensors = tuple[torch.Tensor, ...]
 Held = Tensors | Block | DiskFile
 Arrival = tuple[Tensors, Any]  # a page's tensors, and the CUDA event after which they may be read
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One pair a device: PyTorch keeps freed memory by the stream that it was allocated on."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class PageStore:
@@ -48,10 +55,10 @@ class PageStore:
         self._page_dir = page_dir
         self._budgets = {Tier(name): nbytes for name, nbytes in (budgets or {}).items()}
         self._on_cpu = self.device.type == "cpu"
-        on_gpu = self.device.type == "cuda"
-        self._copies = torch.cuda.Stream(self.device) if on_gpu else None
-        self._sums = torch.cuda.Stream(self.device) if on_gpu else None  # cotangents in host memory, beside the compute
-        self._added: deque[Any] = deque()  # events of the latest sums
+        # beside the compute: pages on their way to the device, and the sums of cotangents in host memory
+        self._copies, self._sums = _streams(self.device) if self.device.type == "cuda" else (None, None)
+        self._uses: deque[Any] = deque()  # events: the last kernels that read a page
+        self._added: deque[Any] = deque()  # events: the latest sums
         self._folder: DiskFolder | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._staged: dict[int, tuple[Page, Future[Arrival]]] = {}
@@ -90,10 +97,9 @@ class PageStore:
         """Yields pages in order while the next one is on its way.
 
         On a GPU the caller's work is only queued when it asks for the next page. It waits here until the use of the
-        last page but one is over, so that three pages at most are on the device at a time.
+        last page but one is over, so that no more than a few pages are on the device at a time.
         """
         ahead = self._taken_up(pages[0]) if pages else None
-        uses: deque[Any] = deque()  # events: the last kernels that read a page
         try:
             for index, page in enumerate(pages):
                 coming, ahead = ahead, None
@@ -102,9 +108,9 @@ class PageStore:
                 yield page, tensors
                 del tensors
                 if self._copies is not None and page.tier is not Tier.DEVICE:
-                    uses.append(torch.cuda.current_stream(self.device).record_event())
-                    if len(uses) > 1:
-                        uses.popleft().synchronize()
+                    self._uses.append(torch.cuda.current_stream(self.device).record_event())
+                    if len(self._uses) > 1:
+                        self._uses.popleft().synchronize()
         finally:
             if ahead is not None:
                 wait([ahead[1]])
@@ -272,7 +278,8 @@ class PageStore:
     def _add_aside(self, totals: Tensors, gradients: Sequence[torch.Tensor]) -> None:
         """Adds to sums in pinned memory: up to the device, added there, and back, on a stream of their own.
 
-        The caller's stream waits for the last sum but one: gradients do not pile up where it is the faster one.
+        The caller waits for the last sum but one: gradients, whose memory is theirs until a sum is known to be over, do
+        not pile up.
         """
         current, sums = torch.cuda.current_stream(self.device), self._sums
         assert sums is not None
@@ -283,7 +290,7 @@ class PageStore:
                 total.copy_(total.to(self.device, non_blocking=True).add_(gradient), non_blocking=True)
             self._added.append(sums.record_event())
         if len(self._added) > 1:
-            current.wait_event(self._added.popleft())
+            self._added.popleft().synchronize()
 
     def _drop(self, page: Page, held: Held | None) -> None:
         self.table.remove(page)
