@@ -169,10 +169,10 @@ def test_cotangents_rest_no_higher_than_their_page(tmp_path: Path) -> None:
     pages = [store.put("kv", i, (torch.zeros(1, 1, 4, 4),)) for i in range(5)]
     assert [page.tier for page in pages] == ["device"] * 3 + ["host"] * 2
     store.free(pages.pop(0))
-    for page in pages:
+    for page in reversed(pages):
         store.accumulate(page, (torch.ones(1, 1, 4, 4),))
     placed = [page.tier for page in store.table if page.kind == "cotangent"]
-    assert placed == ["device", "host", "disk", "disk"]
+    assert placed == ["host", "disk", "device", "disk"], "the device has room for the first, but its page rests below"
     store.accumulate(pages[0], (torch.ones(1, 1, 4, 4),))
     found = [store.take_cotangent(page) for page in pages]
     assert [float(part[0].mean()) for part in found if part is not None] == [2.0, 1.0, 1.0, 1.0]

@@ -56,7 +56,10 @@ class PageStore:
         self._budgets = {Tier(name): nbytes for name, nbytes in (budgets or {}).items()}
         self._on_cpu = self.device.type == "cpu"
         # beside the compute: pages on their way to the device, and the sums of cotangents in host memory
-        self._copies, self._sums = _streams(self.device) if self.device.type == "cuda" else (None, None)
+        self._copies: torch.cuda.Stream | None = None
+        self._sums: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._copies, self._sums = _streams(self.device)
         self._uses: deque[Any] = deque()  # events: the last kernels that read a page
         self._added: deque[Any] = deque()  # events: the latest sums
         self._folder: DiskFolder | None = None
