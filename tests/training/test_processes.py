@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -74,10 +75,15 @@ def worker(rank: int, folder: str) -> None:
     run(whole, **COMMON | RESUMED)
     run(cut, **COMMON | RESUMED | {"max_steps": 3})
     run(cut, resume=True, **COMMON | RESUMED)
-    with pytest.raises(RewardError if rank else ProcessError) as failed:
-        run(Path(folder) / "failed", **COMMON | {"reward_funcs": "test_processes:fails_elsewhere"})
-    (Path(folder) / f"error-{rank}").write_text(str(failed.value))
+    fail(rank, Path(folder))
+    gc.collect()  # the failure's traceback holds the process group, whose threads may not outlive the interpreter
     dist.destroy_process_group()
+
+
+def fail(rank: int, folder: Path) -> None:
+    with pytest.raises(RewardError if rank else ProcessError) as failed:
+        run(folder / "failed", **COMMON | {"reward_funcs": "test_processes:fails_elsewhere"})
+    (folder / f"error-{rank}").write_text(str(failed.value))
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_request_to_stop_waits_for_a_critical_section() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     interrupts, reached = Interrupts(), []
     with pytest.raises(StopRequested), interrupts.active():
         with interrupts.deferred():
@@ -168,4 +169,4 @@ def test_a_request_to_stop_waits_for_a_critical_section() -> None:
             reached.append("inside")
         reached.append("after")
     assert reached == ["inside"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
