@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -25,7 +24,9 @@ from transformers import (
 )
 
 import longstraw
-from longstraw.attention import indexer
+from benchmarks.gate import relative_distance
+from benchmarks.methods import token_logps
+from longstraw.attention import indexer, sparse_reference
 from longstraw.attention.paged import Prefix
 from longstraw.pages import PageStore
 
@@ -106,9 +107,9 @@ def exactness(name: str, device: str) -> dict[str, Any]:
     again = [_ours(model, prompt, responses, tier) for tier in ("device", "host", "disk")]
     row = {
         "family": name,
-        "float32": _error(ours, exact),
-        "bfloat16": _error(ours16, exact),
-        "stock_bfloat16": _error(stock16, exact),
+        "float32": relative_distance(ours, exact),
+        "bfloat16": relative_distance(ours16, exact),
+        "stock_bfloat16": relative_distance(stock16, exact),
         "same_bits": all(torch.equal(ours16[key], other[key]) for other in again for key in ours16),
     }
     row["passed"] = (
@@ -131,13 +132,7 @@ def choices_agree(device: str, num_before: int = 9000, num_live: int = 5000, num
         return torch.randint(-2, 3, shape, generator=generator).float()
 
     q, w, k = draw(1, num_queries, num_heads, size), draw(1, num_queries, num_heads), draw(num_before + num_live, size)
-    products = torch.einsum("thd,sd->ths", q[0], k).relu_()
-    scores = torch.einsum("th,ths->ts", w[0], products).tolist()
-    positions = range(num_before + num_live)
-    expected = []
-    for query, row in enumerate(scores):
-        seen = positions[: len(positions) - num_queries + query + 1]
-        expected.append(sorted(sorted(seen, key=lambda s: (-row[s], s))[:num]))
+    expected = sparse_reference.choose(sparse_reference.scores(q[0], w[0], k), num)
     store = PageStore(device)
     cuts = [*range(0, num_before, 2048), num_before]
     pages = [store.put("index", a, (k[None, a:b].to(device),)) for a, b in pairwise(cuts)]
@@ -159,7 +154,7 @@ def _conventional(model: Any, prompt: torch.Tensor, responses: list[torch.Tensor
     for response in responses:
         ids = torch.cat([prompt, response])[None].to(device)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, prompt.numel() - 1 :].float()
-        logps.append(logits.log_softmax(-1).gather(-1, ids[0, prompt.numel() :, None])[:, 0])
+        logps.append(token_logps(logits, ids[0, prompt.numel() :]))
     _objective(logps).backward()
     return _gradients(model)
 
@@ -174,8 +169,3 @@ def _ours(model: Any, prompt: torch.Tensor, responses: list[torch.Tensor], tier:
 
 def _gradients(model: Any) -> Gradients:
     return {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _error(ours: Gradients, exact: Gradients) -> float:
-    difference = sum(float((ours[name] - exact[name]).square().sum()) for name in exact)
-    return math.sqrt(difference / sum(float(g.square().sum()) for g in exact.values()))

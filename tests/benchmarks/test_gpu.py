@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import typer
 from families import FAMILIES
 from typer.testing import CliRunner
@@ -86,6 +87,29 @@ def test_a_point_that_would_not_end_in_time_is_skipped(monkeypatch):
     rows = list(gpu_capacity.capacity("cpu", 1e9, lambda: next(clock)))
     assert [("skipped" in row) for row in rows] == [False] * 4 + [True] * 8
     assert all(row["skipped"].startswith("about ") and "0 s left" in row["skipped"] for row in rows[4:])
+
+
+def test_no_time_skips_every_point(run, monkeypatch):
+    monkeypatch.setattr(gpu, "FAMILIES", ["qwen2"])
+    result, report = run("--minutes", "0")
+    assert result.exit_code == 0, result.output
+    assert len(report["points"]) == 12 and all("skipped" in row for row in report["points"])
+
+
+def test_a_point_that_does_not_fit_is_told_and_the_next_is_tried(monkeypatch):
+    measure = gpu_capacity._measure
+
+    def too_large(model, device, point):
+        if point.prompt == 512:
+            raise torch.cuda.OutOfMemoryError("out of memory\nand more")
+        return measure(model, device, point)
+
+    monkeypatch.setattr(gpu_capacity, "_measure", too_large)
+    rows = list(gpu_capacity.capacity("cpu", 1e9, lambda: 1e9))
+    assert [row.get("out_of_memory") for row in rows] == [
+        "out of memory" if row["prompt"] == 512 else None for row in rows
+    ]
+    assert len(rows) == 12 and all(("seconds" in row) == (row["prompt"] != 512) for row in rows)
 
 
 def test_a_choice_that_breaks_ties_otherwise_is_seen(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -25,6 +24,18 @@ Arrival = tuple[Tensors, Any]  # a page's tensors, and the CUDA event after whic
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """One pair a device: PyTorch keeps freed memory by the stream that it was allocated on."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class _OneBehind:
+    """Keeps the host one CUDA event behind the last that it queued."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def wait(self, event: Any) -> None:
+        before, self._last = self._last, event
+        if before is not None:
+            before.synchronize()
 
 
 class PageStore:
@@ -60,8 +71,7 @@ class PageStore:
         self._sums: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._copies, self._sums = _streams(self.device)
-        self._uses: deque[Any] = deque()  # events: the last kernels that read a page
-        self._added: deque[Any] = deque()  # events: the latest sums
+        self._uses, self._added = _OneBehind(), _OneBehind()  # kernels that read a page; sums
         self._folder: DiskFolder | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._staged: dict[int, tuple[Page, Future[Arrival]]] = {}
@@ -111,9 +121,7 @@ class PageStore:
                 yield page, tensors
                 del tensors
                 if self._copies is not None and page.tier is not Tier.DEVICE:
-                    self._uses.append(torch.cuda.current_stream(self.device).record_event())
-                    if len(self._uses) > 1:
-                        self._uses.popleft().synchronize()
+                    self._uses.wait(torch.cuda.current_stream(self.device).record_event())
         finally:
             if ahead is not None:
                 wait([ahead[1]])
@@ -230,7 +238,8 @@ class PageStore:
             if self._on_cpu:
                 return self._arena.keep(tensors)
             host = page.tier is Tier.HOST
-            where, pin = torch.device("cpu") if host else self.device, host and self._copies is not None
+            where = torch.device("cpu") if host else self.device
+            pin = host and self._copies is not None
             resting = (torch.empty(t.shape, dtype=t.dtype, device=where, pin_memory=pin) for t in tensors)
             return tuple(into.copy_(t) for into, t in zip(resting, tensors))
         except BaseException:
@@ -242,7 +251,7 @@ class PageStore:
             held = held.read(pin=self._copies is not None)
         elif isinstance(held, Block):
             return held.tensors()
-        return tuple(t.to(self.device, non_blocking=True) for t in held) if not self._on_cpu else held
+        return held if self._on_cpu else tuple(t.to(self.device, non_blocking=True) for t in held)
 
     def _taken_up(self, page: Page) -> tuple[Page, Future[Arrival]] | None:
         """The read that `stage` began. One that failed, in an earlier step perhaps, is begun anew."""
@@ -291,9 +300,7 @@ class PageStore:
             for total, gradient in zip(totals, gradients):
                 gradient.record_stream(sums)
                 total.copy_(total.to(self.device, non_blocking=True).add_(gradient), non_blocking=True)
-            self._added.append(sums.record_event())
-        if len(self._added) > 1:
-            self._added.popleft().synchronize()
+        self._added.wait(sums.record_event())
 
     def _drop(self, page: Page, held: Held | None) -> None:
         self.table.remove(page)
