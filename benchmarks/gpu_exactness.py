@@ -27,8 +27,8 @@ import longstraw
 from benchmarks.gate import relative_distance
 from benchmarks.methods import token_logps
 from longstraw.attention import indexer, sparse_reference
-from longstraw.attention.paged import Prefix
 from longstraw.pages import PageStore
+from longstraw.pages.prefix import Prefix
 
 VOCAB = 512
 DENSE: dict[str, Any] = {

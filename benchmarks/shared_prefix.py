@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.memory import Watcher
 from benchmarks.workload import Group
 from longstraw.attention import kernels
-from longstraw.attention.paged import Merge
+from longstraw.attention.parts import Merge
+from longstraw.attention.scores import Scores
 
 PACKED, GROUPED = "benchmark_packed", "benchmark_prefix_grouper"
 
@@ -57,11 +58,13 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> Any:
+        scores = Scores(scale)
         prompt_k, prompt_v = layout.prompt(k), layout.prompt(v)
-        out, lse = kernels.part_forward(layout.prompt(q), prompt_k, prompt_v, scale, causal=True)
-        own, own_lse = kernels.part_forward(layout.rows(q), layout.rows(k), layout.rows(v), scale, causal=True)
-        merged = Merge(unrow(own), unrow(own_lse[..., None])[..., 0])
-        merged.add(*kernels.part_forward(layout.flat(q), prompt_k, prompt_v, scale, causal=False))
+        out, lse = kernels.part_forward(layout.prompt(q), prompt_k, prompt_v, scores, causal=True)
+        own, own_lse = kernels.part_forward(layout.rows(q), layout.rows(k), layout.rows(v), scores, causal=True)
+        merged = Merge(own.shape[0] * own.shape[2])
+        merged.add(unrow(own), unrow(own_lse[..., None])[..., 0])
+        merged.add(*kernels.part_forward(layout.flat(q), prompt_k, prompt_v, scores, causal=False))
         out, lse = torch.cat([out, merged.out], 2), torch.cat([lse, merged.lse], 2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale = layout, scale
@@ -76,7 +79,7 @@ class _PackedAttention(torch.autograd.Function):
 
         def part(queries: Any, keys: Any, causal: bool) -> tuple[torch.Tensor, ...]:
             whole = queries(out), queries(lse)[..., 0]
-            return kernels.part_backward(queries(grad), queries(q), keys(k), keys(v), *whole, scale, causal)
+            return kernels.part_backward(queries(grad), queries(q), keys(k), keys(v), *whole, Scores(scale), causal)
 
         dq, dk, dv = part(layout.prompt, layout.prompt, True)
         flat_dq, prompt_dk, prompt_dv = part(layout.flat, layout.prompt, False)

@@ -63,7 +63,9 @@ def lines(families: list[str]) -> Iterator[str]:
 def of_commit(commit: str, families: list[str]) -> list[str]:
     """The lines that another commit prints."""
     with tempfile.TemporaryDirectory(prefix="longstraw-bits-") as folder:
-        subprocess.run(["git", "worktree", "add", "--detach", folder, commit], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", folder, commit], cwd=ROOT, check=True, capture_output=True
+        )
         try:
             scripts = Path(folder) / "scripts"
             scripts.joinpath(Path(__file__).name).write_text(Path(__file__).read_text())

@@ -13,7 +13,7 @@ import longstraw
 
 SOURCE = Path(longstraw.__file__).parent
 ROOMS = ["cli", "integrations", "audit", "planner", "training"]
-ROOMS += ["engine", "parallel", "objective", "models", "state", "attention", "pages"]
+ROOMS += ["engine", "models", "state", "attention", "pages", "parallel", "objective"]
 
 
 def run(code: str) -> str:

@@ -8,18 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Draft", "Engine", "Outcome", "ResidentState", "__version__"]
+__all__ = ["Draft", "Engine", "Outcome", "ResidentState", "Scored", "__version__"]
 
 _HOME = {
     "Engine": "longstraw.engine.engine",
-    "Outcome": "longstraw.engine.engine",
+    "Outcome": "longstraw.engine.step",
+    "Scored": "longstraw.engine.step",
     "Draft": "longstraw.engine.sample",
     "ResidentState": "longstraw.state.resident",
 }
 
 if TYPE_CHECKING:
-    from longstraw.engine.engine import Engine, Outcome
+    from longstraw.engine.engine import Engine
     from longstraw.engine.sample import Draft
+    from longstraw.engine.step import Outcome, Scored
     from longstraw.state.resident import ResidentState
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from longstraw.attention import kernels, paged, reference
+from longstraw.attention.scores import Scores
 from longstraw.pages import PageStore
+from longstraw.pages.prefix import Prefix
 
 DIM = 8
 
@@ -33,7 +35,7 @@ def run(
     bounds = [0, *cuts]
     pages = [store.put("kv", a, (k[:, :, a:b].to(k.dtype), v[:, :, a:b].to(v.dtype))) for a, b in pairwise(bounds)]
     live = [x.clone().requires_grad_() for x in (q, k[:, :, bounds[-1] :], v[:, :, bounds[-1] :])]
-    out = paged.attend(*live, paged.Prefix(store, pages), DIM**-0.5)
+    out = paged.attend(*live, Prefix(store, pages), Scores(DIM**-0.5))
     out.backward(grad)
     parts: list[list[torch.Tensor]] = [[], []]
     for page in pages:
@@ -49,7 +51,7 @@ def plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = reference.attend(*leaves, DIM**-0.5)
+    out = reference.attend(*leaves, Scores(DIM**-0.5))
     out.backward(grad)
     return out, [x.grad for x in leaves]
 
@@ -80,13 +82,13 @@ def test_rows_share_the_prompts_pages_and_own_their_branchs(store: PageStore, ro
     q, grad = draw(rows, 4, live, DIM, seed=4), draw(rows, 4, live, DIM, seed=5)
     pages = [store.put("kv", 0, (k1, v1)), store.put("kv", shared, (k2[:, :, :own], v2[:, :, :own]))]
     inputs = [x.clone().requires_grad_() for x in (q, k2[:, :, own:], v2[:, :, own:])]
-    out = paged.attend(*inputs, paged.Prefix(store, pages), DIM**-0.5)
+    out = paged.attend(*inputs, Prefix(store, pages), Scores(DIM**-0.5))
     out.backward(grad)
 
     leaves = [x.clone().requires_grad_() for x in (q, k1, v1, k2, v2)]
     k = torch.cat([leaves[1].expand(rows, -1, -1, -1), leaves[3]], 2)
     v = torch.cat([leaves[2].expand(rows, -1, -1, -1), leaves[4]], 2)
-    expected = reference.attend(leaves[0], k, v, DIM**-0.5)
+    expected = reference.attend(leaves[0], k, v, Scores(DIM**-0.5))
     expected.backward(grad)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(inputs[0].grad, leaves[0].grad, rtol=1e-12, atol=1e-12)
@@ -102,12 +104,11 @@ def test_constant_pages_collect_nothing(store: PageStore) -> None:
     k, v = draw(1, 2, 12, DIM), draw(1, 2, 12, DIM, seed=1)
     pages = [store.put("kv", i, (k[:, :, i : i + 3], v[:, :, i : i + 3])) for i in range(0, 9, 3)]
     q = draw(1, 2, 3, DIM, seed=2).requires_grad_()
-    prefix = paged.Prefix(store, pages, num_constant=2)
-    assert [prefix.wants_gradient(page) for page in pages] == [False, False, True]
-    paged.attend(q, k[:, :, 9:], v[:, :, 9:], prefix, 0.3).sum().backward()
+    prefix = Prefix(store, pages, num_constant=2)
+    paged.attend(q, k[:, :, 9:], v[:, :, 9:], prefix, Scores(0.3)).sum().backward()
     assert [store.take_cotangent(page) is None for page in pages] == [True, True, False]
     whole = q.detach().clone().requires_grad_()
-    reference.attend(whole, k, v, 0.3).sum().backward()
+    reference.attend(whole, k, v, Scores(0.3)).sum().backward()
     torch.testing.assert_close(q.grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
@@ -116,9 +117,9 @@ def test_every_query_adds_to_a_pages_cotangent(store: PageStore) -> None:
     page = store.put("kv", 0, (k[:, :, :4], v[:, :, :4]))
     q = draw(1, 2, 4, DIM, seed=2).requires_grad_()
     for _ in range(3):
-        paged.attend(q, k[:, :, 4:], v[:, :, 4:], paged.Prefix(store, [page]), 0.3).sum().backward()
+        paged.attend(q, k[:, :, 4:], v[:, :, 4:], Prefix(store, [page]), Scores(0.3)).sum().backward()
     three = store.take_cotangent(page)
-    paged.attend(q, k[:, :, 4:], v[:, :, 4:], paged.Prefix(store, [page]), 0.3).sum().backward()
+    paged.attend(q, k[:, :, 4:], v[:, :, 4:], Prefix(store, [page]), Scores(0.3)).sum().backward()
     one = store.take_cotangent(page)
     assert three is not None and one is not None
     torch.testing.assert_close(three[0], 3 * one[0], rtol=1e-12, atol=1e-12)
@@ -131,7 +132,7 @@ def test_the_graph_holds_no_pages(store: PageStore) -> None:
     live = [draw(1, 2, 2, DIM, seed=i).requires_grad_() for i in range(3)]
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        paged.attend(*live, paged.Prefix(store, pages), 0.3)
+        paged.attend(*live, Prefix(store, pages), Scores(0.3))
     assert saved and max(saved) == live[0].numel()
 
 
@@ -154,7 +155,7 @@ def test_scores_are_never_made_nor_more_than_two_pages_at_a_time(tier: str, tmp_
     pages = [store.put("kv", i, (draw(1, 1, size, DIM), draw(1, 1, size, DIM))) for i in range(8)]
     q, k, v = (draw(1, 1, live, DIM, seed=i).requires_grad_() for i in range(3))
     with Largest() as largest:
-        paged.attend(q, k, v, paged.Prefix(store, pages), 0.3).sum().backward()
+        paged.attend(q, k, v, Prefix(store, pages), Scores(0.3)).sum().backward()
     assert largest.nbytes <= 8 * size * DIM < 8 * live * size
     store.close()
 
@@ -171,7 +172,7 @@ def test_keys_and_values_of_another_dtype_than_queries(store: PageStore, dtypes:
     assert out.dtype == query_dtype
     page = store.put("kv", 0, (k[:, :, :10], v[:, :, :10]))
     leaves = [x.clone().requires_grad_() for x in (q, k[:, :, 10:], v[:, :, 10:])]
-    paged.attend(*leaves, paged.Prefix(store, [page]), DIM**-0.5).backward(grad)
+    paged.attend(*leaves, Prefix(store, [page]), Scores(DIM**-0.5)).backward(grad)
     assert [x.grad.dtype for x in leaves] == [query_dtype, key_dtype, other]
     wide = [x.double() for x in (q, k, v)]
     tolerance = 0.05 if torch.bfloat16 in (query_dtype, other) else 1e-5
@@ -196,12 +197,12 @@ def test_kernels_are_the_reference(causal: bool, dtype: torch.dtype, tolerance: 
     num_keys = 7 if causal else 12
     q, grad = draw(2, 4, 7, DIM, dtype=dtype), draw(2, 4, 7, DIM, dtype=dtype, seed=1)
     k, v = draw(2, 2, num_keys, DIM, dtype=dtype, seed=2), draw(2, 2, num_keys, DIM, dtype=dtype, seed=3)
-    found, expected = (m.part_forward(q, k, v, 0.4, causal) for m in (kernels, reference))
+    found, expected = (m.part_forward(q, k, v, Scores(0.4), causal) for m in (kernels, reference))
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert found[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     whole = (expected[0] * 0.7, expected[1] + 0.4)  # as if another part had weight, too
-    backward = [m.part_backward(grad, q, k, v, *whole, 0.4, causal) for m in (kernels, reference)]
+    backward = [m.part_backward(grad, q, k, v, *whole, Scores(0.4), causal) for m in (kernels, reference)]
     for name, a, b in zip("qkv", *backward):
         torch.testing.assert_close(a.to(b.dtype), b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"d{n}: {m}")
 
@@ -224,13 +225,13 @@ def test_more_threads_than_heads_share_the_queries(
     num_keys = num_queries if causal else 700
     q, grad = (draw(1, num_queries, heads[0], DIM, seed=seed).transpose(1, 2) for seed in (0, 3))
     k, v = (draw(1, heads[1], num_keys, DIM, seed=seed) for seed in (1, 2))
-    out, lse = kernels.part_forward(q, k, v, DIM**-0.5, causal)
-    expected = reference.part_backward(grad, q, k, v, out, lse, DIM**-0.5, causal)
+    out, lse = kernels.part_forward(q, k, v, Scores(DIM**-0.5), causal)
+    expected = reference.part_backward(grad, q, k, v, out, lse, Scores(DIM**-0.5), causal)
     rows = []
     kernel = kernels._cpu_backward
     monkeypatch.setattr(kernels, "_cpu_backward", lambda grad, *a, **k: rows.append(len(grad)) or kernel(grad, *a, **k))
     narrow = [x.to(dtype) for x in (grad, q, k, v, out, lse)]
-    found = kernels.part_backward(*narrow, DIM**-0.5, causal)
+    found = kernels.part_backward(*narrow, Scores(DIM**-0.5), causal)
     assert rows[0] == threads
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b.to(dtype), rtol=tolerance, atol=tolerance)
@@ -255,11 +256,11 @@ def test_the_reference_is_autograds() -> None:
         draw(1, 4, 5, DIM, seed=3),
     )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = reference.attend(*leaves, 0.4)
+    out = reference.attend(*leaves, Scores(0.4))
     out.backward(grad)
-    part, lse = reference.part_forward(q, k, v, 0.4, True)
+    part, lse = reference.part_forward(q, k, v, Scores(0.4), True)
     torch.testing.assert_close(part, out.detach(), rtol=1e-13, atol=1e-13)
-    for a, b in zip(reference.part_backward(grad, q, k, v, part, lse, 0.4, True), leaves):
+    for a, b in zip(reference.part_backward(grad, q, k, v, part, lse, Scores(0.4), True), leaves):
         torch.testing.assert_close(a, b.grad, rtol=1e-12, atol=1e-13)
 
 
@@ -278,9 +279,9 @@ def test_shapes_that_the_kernels_would_read_out_of_bounds(shapes: Any, causal: b
     q, k, v = (torch.zeros(shape) for shape in shapes)
     lse = torch.zeros(q.shape[:3])
     with pytest.raises(ValueError, match=words):
-        kernels.part_forward(q, k, v, 1.0, causal)
+        kernels.part_forward(q, k, v, Scores(1.0), causal)
     with pytest.raises(ValueError, match=words):
-        kernels.part_backward(q, q, k, v, q, lse, 1.0, causal)
+        kernels.part_backward(q, q, k, v, q, lse, Scores(1.0), causal)
 
 
 def test_the_attention_function_outside_the_engine() -> None:
@@ -290,7 +291,7 @@ def test_the_attention_function_outside_the_engine() -> None:
     module = torch.nn.Module()
     with pytest.raises(RuntimeError, match=r"only inside longstraw\.Engine"):
         interface.forward(module, x, x, x, None, 1.0)
-    live = {interface.LIVE: object()}
+    live = {interface.PIECE: object()}
     with pytest.raises(RuntimeError, match=r"dropout 0\.1"):
         interface.forward(module, x, x, x, None, 1.0, dropout=0.1, **live)
     with pytest.raises(RuntimeError, match="mask"):

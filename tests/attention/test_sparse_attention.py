@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from longstraw.attention import latent, sparse, sparse_reference
-from longstraw.attention.paged import Prefix
+from longstraw.attention.scores import Scores
 from longstraw.pages import PageStore
+from longstraw.pages.prefix import Prefix
 
 HEADS, HEAD, ROPE, VALUE, RANK = 3, 6, 4, 5, 8
 SCALE = 0.3
@@ -116,11 +117,11 @@ def assert_equal(found: tuple, wanted: tuple, num_constant: int = 0) -> None:
 
 
 def run_sparse(what: Case) -> Callable[..., torch.Tensor]:
-    return lambda *inputs: sparse.attend(*inputs[:5], what.chosen, inputs[5], SCALE)
+    return lambda *inputs: sparse.attend(*inputs[:5], what.chosen, inputs[5], Scores(SCALE))
 
 
 def run_latent(*inputs: torch.Tensor) -> torch.Tensor:
-    return latent.attend(*inputs, SCALE)
+    return latent.attend(*inputs, Scores(SCALE))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,8 +204,8 @@ def test_decoding_equals_the_last_query_of_a_piece(rows: int, own: tuple[int, ..
         held.append(store.put("latent", start, [tensor]))
         start += tensor.shape[1]
     q, q_rope, *rest = what.leaves
-    whole = latent.attend(q, q_rope, *rest, Prefix(store, held), SCALE)
-    last = latent.decode(q[:, -1:], q_rope[:, -1:], *rest, Prefix(store, held), SCALE)
+    whole = latent.attend(q, q_rope, *rest, Prefix(store, held), Scores(SCALE))
+    last = latent.decode(q[:, -1:], q_rope[:, -1:], *rest, Prefix(store, held), Scores(SCALE))
     torch.testing.assert_close(last, whole[:, -1:], rtol=1e-12, atol=1e-13)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longstraw.attention import indexer, sparse_reference
-from longstraw.attention.paged import Prefix
 from longstraw.pages import PageStore
+from longstraw.pages.prefix import Prefix
 
 TOKENS, HEADS, SIZE = 203, 4, 16
 CUTS = [11, 48, 64, 100, 1000]

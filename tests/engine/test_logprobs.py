@@ -109,7 +109,7 @@ def test_chunks_do_not_change_the_result(chunk: int) -> None:
     logps, entropies = logprobs.score(head, hidden, targets, 0.8, chunk)
     torch.testing.assert_close(logps, expected.detach())
     torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=head(hidden) / 0.8).entropy().detach())
-    gradient = logprobs.pull_back(head, hidden, targets, cotangents, 0.8, chunk)
+    gradient = logprobs.hidden_gradient(head, hidden, targets, cotangents, 0.8, chunk)
     torch.testing.assert_close(gradient, leaf.grad)
     for parameter, want in zip(head.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, want)
@@ -123,7 +123,7 @@ def test_tokens_without_a_cotangent_cost_nothing_and_get_nothing() -> None:
         return hidden @ torch.ones(4, 9)
 
     cotangents = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    gradient = logprobs.pull_back(head, torch.randn(6, 4), torch.zeros(6, dtype=torch.long), cotangents, 1.0, 2)
+    gradient = logprobs.hidden_gradient(head, torch.randn(6, 4), torch.zeros(6, dtype=torch.long), cotangents, 1.0, 2)
     assert calls == [2] and (gradient[:2] == 0).all() and (gradient[4:] == 0).all()
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import longstraw
-from longstraw.engine.graphs import saved_bytes
+from longstraw.engine.kept import saved_bytes
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
 
@@ -45,11 +45,11 @@ def _step(model, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"checkpoint_layers": True},
+        {"recompute_layers": True},
         {"retain_graph_bytes": 1 << 40},
         {"retain_graph_bytes": 400_000},
-        {"checkpoint_bytes": 0},
-        {"checkpoint_bytes": 0, "retain_graph_bytes": 1 << 40, "checkpoint_layers": True, "tier": "disk"},
+        {"boundary_bytes": 0},
+        {"boundary_bytes": 0, "retain_graph_bytes": 1 << 40, "recompute_layers": True, "tier": "disk"},
     ],
     ids=str,
 )
@@ -67,12 +67,12 @@ def test_small_checkpoint_budget_keeps_fewer_states():
     torch.manual_seed(0)
     model = _hybrid().eval()
     _, state, _ = _step(model)
-    assert state.checkpoint_stride == 1
+    assert state.boundary_stride == 1
     prompt = torch.arange(90)
     full = longstraw.Engine(model, segment_tokens=6).capture(prompt)
-    with pytest.warns(UserWarning, match="checkpoint_bytes=0 .*at the least"):
-        thin = longstraw.Engine(model, segment_tokens=6, checkpoint_bytes=0).capture(prompt)
-    assert thin.checkpoint_stride == 3  # 15 segments: 15/3 kept and 3 restored are as few as can be
+    with pytest.warns(UserWarning, match="boundary_bytes=0 .*at the least"):
+        thin = longstraw.Engine(model, segment_tokens=6, boundary_bytes=0).capture(prompt)
+    assert thin.boundary_stride == 3  # 15 segments: 15/3 kept and 3 restored are as few as can be
     kept = [s.nbytes["recurrent"]["device"] for s in (full, thin)]
     assert kept[1] < kept[0] / 2
     assert thin.chain.nearest_start(7) == 6
@@ -83,20 +83,20 @@ def test_kept_graphs_are_counted_and_dropped_once_parameters_change():
     model = _llama().eval()
     engine = longstraw.Engine(model, segment_tokens=12, retain_graph_bytes=1 << 40)
     state = engine.capture(torch.arange(60))
-    assert len(state.graphs.kept) == 5
+    assert len(state.kept) == 5
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     engine.backward(state, [torch.arange(5)], lambda logps: logps[0].sum())
-    assert not state.graphs.kept
+    assert not len(state.kept)
 
 
 def test_one_piece_holds_less_with_checkpointed_layers():
     torch.manual_seed(0)
     model = _llama().eval()
     held = []
-    for checkpoint_layers in (False, True):
-        engine = longstraw.Engine(model, checkpoint_layers=checkpoint_layers, prompt_grad="none")
+    for recompute_layers in (False, True):
+        engine = longstraw.Engine(model, recompute_layers=recompute_layers, prompt_grad="none")
         state = engine.capture(torch.arange(3))
         with saved_bytes(list(model.parameters())) as saved:
             engine.backward(state, [torch.arange(90)], lambda logps: logps[0].sum())
@@ -104,7 +104,7 @@ def test_one_piece_holds_less_with_checkpointed_layers():
     assert held[1] < held[0]
 
 
-@pytest.mark.parametrize("option", ["retain_graph_bytes", "checkpoint_bytes"])
+@pytest.mark.parametrize("option", ["retain_graph_bytes", "boundary_bytes"])
 def test_negative_budget_names_the_option(option):
     with pytest.raises(ValueError, match=option):
         longstraw.Engine(_llama(), **{option: -1})

@@ -1,4 +1,4 @@
-"""Kept graphs, checkpointed layers and thinned-out states trade memory for time, and change not a bit of the result."""
+"""Kept graphs, recomputed layers and thinned-out states trade memory for time, and change not a bit of the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from group import Group, group
 from test_isolation import fingerprint
 
 import longstraw
-from longstraw.engine import branches
 
 KINDS = ["llama", "mistral", "qwen3_5"]
 PIECES = dict(segment_tokens=5, block_tokens=8)
@@ -22,11 +21,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all graphs": dict(retain_graph_bytes=ALL),
     "some graphs": dict(retain_graph_bytes=HALF),
     "a byte of graphs": dict(retain_graph_bytes=1),
-    "layers": dict(checkpoint_layers=True),
-    "few states": dict(checkpoint_bytes=0),
-    "some states": dict(checkpoint_bytes=9_000),
-    "few states, all graphs": dict(checkpoint_bytes=0, retain_graph_bytes=ALL),
-    "everything": dict(checkpoint_bytes=0, retain_graph_bytes=HALF, checkpoint_layers=True),
+    "layers": dict(recompute_layers=True),
+    "few states": dict(boundary_bytes=0),
+    "some states": dict(boundary_bytes=9_000),
+    "few states, all graphs": dict(boundary_bytes=0, retain_graph_bytes=ALL),
+    "everything": dict(boundary_bytes=0, retain_graph_bytes=HALF, recompute_layers=True),
 }
 
 
@@ -38,10 +37,10 @@ def engine_with(model: Any, options: dict[str, Any], **common: Any) -> longstraw
     options = options | common
     if options.get("retain_graph_bytes") == HALF:
         with longstraw.Engine(model, **{**options, "retain_graph_bytes": ALL}).capture(what().prompt) as state:
-            options["retain_graph_bytes"] = (ALL - state.graphs.left) // 2
+            options["retain_graph_bytes"] = (ALL - state.kept.left) // 2
         engine = longstraw.Engine(model, **options)
         with engine.capture(what().prompt) as state:
-            assert 0 < len(state.graphs.kept) < state.chain.num_pieces
+            assert 0 < len(state.kept) < state.chain.num_pieces
         return engine
     return longstraw.Engine(model, **options)
 
@@ -164,30 +163,14 @@ def test_scored_blocks_are_not_run_again_without_a_graph(family: str, tier: str,
 
 
 def kept_after_scoring(engine: longstraw.Engine, state: Any, what: Group) -> tuple[list[int], int]:
-    """Lengths of the responses that were kept, and the bytes of their pages; the step is broken off there."""
-    seen: list[int] = []
-    bundles, keep = {}, branches.score_and_keep
+    """Lengths of the responses that were kept, and the bytes of their pages; they are not pulled back."""
     used = state.store.used()
-
-    def noted(host: Any, state: Any, bundle: Any, *rest: Any) -> Any:
-        scored, branch = keep(host, state, bundle, *rest)
-        bundles[id(branch)] = (branch, bundle)
-        return scored, branch
-
-    def objective(logps: list[torch.Tensor]) -> torch.Tensor:
-        for branch, bundle in bundles.values():
-            seen.extend(bundle.lengths if branch.graph is not None else [])
-        seen.append(state.store.used() - used)
-        raise KeyboardInterrupt
-
-    branches.score_and_keep = noted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            engine.backward(state, what.responses, objective)
-    finally:
-        branches.score_and_keep = keep
+    scored = engine.score_for(state, what.responses)
+    lengths = [n for place, bundle in enumerate(scored.bundles) if place in scored.kept for n in bundle.lengths]
+    pages = state.store.used() - used
+    scored.release()
     assert state.store.used() == used
-    return seen[:-1], seen[-1]
+    return lengths, pages
 
 
 @pytest.mark.parametrize("tier", ["device", "disk"])
@@ -198,7 +181,7 @@ def test_what_is_kept_of_scored_responses_fits_into_the_budget(tier: str, tmp_pa
     with engine.capture(long.prompt) as state:
 
         def kept(budget: int, what: Group) -> tuple[list[int], int]:
-            state.graphs.left = budget
+            state.kept.left = budget
             return kept_after_scoring(engine, state, what)
 
         lengths, pages = kept(ALL, long)
@@ -255,13 +238,13 @@ def test_the_model_keeps_no_graph(option: str) -> None:
     model = build("llama", dtype=torch.float32)
     engine = engine_with(model, OPTIONS[option], **PIECES)
     state = engine.capture(what().prompt)
-    outputs = [weakref.ref(graph.cache) for graph in state.graphs.kept.values()]
+    outputs = [weakref.ref(kept.run.cache) for kept, _ in state.kept._kept.values()]
     state.release()
     gc.collect()
     assert all(output() is None for output in outputs)
 
 
-@pytest.mark.parametrize("name", ["retain_graph_bytes", "checkpoint_bytes"])
+@pytest.mark.parametrize("name", ["retain_graph_bytes", "boundary_bytes"])
 @pytest.mark.parametrize("value", [-1, 2.5, True])
 def test_budgets_are_bytes(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}={value!r}.*bytes"):
@@ -275,9 +258,9 @@ def test_states_at_boundaries_stay_within_their_bytes(family: str) -> None:
     kind = "window" if family == "mistral" else "recurrent"
     with longstraw.Engine(model, segment_tokens=5).capture(what().prompt) as state:
         every = state.nbytes[kind]["device"]
-        assert state.checkpoint_stride == 1
-    for checkpoint_bytes in (every * 9 // 10, every * 11 // 10, every * 2):
-        engine = longstraw.Engine(model, segment_tokens=5, checkpoint_bytes=checkpoint_bytes)
+        assert state.boundary_stride == 1
+    for boundary_bytes in (every * 9 // 10, every * 11 // 10, every * 2):
+        engine = longstraw.Engine(model, segment_tokens=5, boundary_bytes=boundary_bytes)
         with engine.capture(what().prompt) as state:
-            assert state.nbytes[kind]["device"] <= checkpoint_bytes
-            assert state.checkpoint_stride == 1 or checkpoint_bytes < every * 2
+            assert state.nbytes[kind]["device"] <= boundary_bytes
+            assert state.boundary_stride == 1 or boundary_bytes < every * 2

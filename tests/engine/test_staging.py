@@ -17,15 +17,15 @@ def _step(model, **options):
     return [p.grad for p in model.parameters() if p.grad is not None], pins
 
 
-@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize("recompute_layers", [False, True])
 @pytest.mark.parametrize("family", ["llama", "glm_moe_dsa"])
-def test_pages_are_staged_and_change_nothing(family, checkpoint_layers, monkeypatch, tmp_path):
+def test_pages_are_staged_and_change_nothing(family, recompute_layers, monkeypatch, tmp_path):
     model = build(family, dtype=torch.float32)
     expected, _ = _step(model)
     staged = []
     stage = PageStore.stage
     monkeypatch.setattr(PageStore, "stage", lambda store, page: (staged.append(page), stage(store, page))[1])
-    found, pins = _step(model, tier="disk", page_dir=tmp_path, checkpoint_layers=checkpoint_layers)
+    found, pins = _step(model, tier="disk", page_dir=tmp_path, recompute_layers=recompute_layers)
     assert staged
     assert not any(pins)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

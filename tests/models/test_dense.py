@@ -12,13 +12,13 @@ from group import engine_step, group
 
 from longstraw.models import family_of, supported_model_types
 from longstraw.pages import PageStore
-from longstraw.state.paged import PagedChain
+from longstraw.state.kv import KVChain
 from longstraw.state.window import WindowChain
 
 
 def kinds(config: Any) -> list[tuple[type, int | None]]:
     store = PageStore("cpu")
-    chains = [kind(store, 0) for kind in family_of(config.model_type).layer_kinds(config)]
+    chains = [layer.chain(store, 0) for layer in family_of(config.model_type).layers(config)]
     return [(type(chain), getattr(chain, "size", None)) for chain in chains]
 
 
@@ -29,23 +29,23 @@ def test_full_attention_keeps_every_token() -> None:
         transformers.Qwen3Config(num_hidden_layers=2),
         transformers.MistralConfig(num_hidden_layers=2, sliding_window=None),
     ):
-        assert kinds(config) == [(PagedChain, None)] * 2, config.model_type
+        assert kinds(config) == [(KVChain, None)] * 2, config.model_type
 
 
 def test_windows() -> None:
     assert kinds(transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)) == [(WindowChain, 7)] * 2
     mixed = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=9, max_window_layers=2)
     for config in (transformers.Qwen2Config(**mixed), transformers.Qwen3Config(**mixed)):
-        assert kinds(config) == [(PagedChain, None)] * 2 + [(WindowChain, 9)] * 2
+        assert kinds(config) == [(KVChain, None)] * 2 + [(WindowChain, 9)] * 2
     unused = dict(mixed, use_sliding_window=False)
-    assert kinds(transformers.Qwen2Config(**unused)) == [(PagedChain, None)] * 4
+    assert kinds(transformers.Qwen2Config(**unused)) == [(KVChain, None)] * 4
 
 
 def test_an_unknown_kind_names_itself() -> None:
     config = transformers.Qwen3Config(num_hidden_layers=2)
     config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match="'chunked_attention'"):
-        family_of("qwen3").layer_kinds(config)
+        family_of("qwen3").layers(config)
 
 
 def test_the_registry() -> None:

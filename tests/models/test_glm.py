@@ -49,7 +49,7 @@ def test_bytes_of_glm_5_2() -> None:
 
     config = transformers.GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3)
     assert config.kv_lora_rank + config.qk_rope_head_dim == 576 and config.index_head_dim == 128
-    assert len(mla.layer_kinds(config)) == 78 and config.indexer_types.count("full") == 21
+    assert len(mla.layers(config)) == 78 and config.indexer_types.count("full") == 21
 
 
 def tied(family: str) -> Any:
@@ -236,7 +236,7 @@ def test_an_expansion_with_a_bias_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("option", [dict(checkpoint_layers=True), dict(retain_graph_bytes=1 << 40)])
+@pytest.mark.parametrize("option", [dict(recompute_layers=True), dict(retain_graph_bytes=1 << 40)])
 def test_memory_options_change_no_bit(family: str, option: dict[str, Any]) -> None:
     model, what = build(family), group()
     outcome, expected = engine_step(model, what, segment_tokens=17, block_tokens=8)

@@ -14,7 +14,7 @@ import longstraw
 from longstraw.engine.host import ModelHost
 from longstraw.models import family_of
 from longstraw.pages import PageStore
-from longstraw.state.paged import PagedChain
+from longstraw.state.kv import KVChain
 from longstraw.state.recurrent import RecurrentChain
 
 EXACT = 1e-11
@@ -27,7 +27,7 @@ def test_layers_and_parts(family: str) -> None:
     host = ModelHost(model)
     assert [type(layer) for layer in host.new_chain(PageStore("cpu"), 0).layers] == [
         RecurrentChain,
-        PagedChain,
+        KVChain,
         RecurrentChain,
     ]
     assert host.head is model.lm_head and hasattr(host.backbone, "layers") and hasattr(host.backbone, "embed_tokens")
@@ -38,7 +38,7 @@ def test_an_unknown_kind_names_itself() -> None:
     model = build("qwen3_5", dtype=torch.float32)
     model.config.layer_types = ["linear_attention", "sliding_attention", "linear_attention"]
     with pytest.raises(ValueError, match="sliding_attention"):
-        family_of("qwen3_5_text").layer_kinds(model.config)
+        family_of("qwen3_5_text").layers(model.config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

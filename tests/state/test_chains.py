@@ -9,8 +9,8 @@ import torch
 
 from longstraw.pages import PageStore
 from longstraw.state.chain import Chain
+from longstraw.state.kv import KVChain
 from longstraw.state.layer import PieceComplete
-from longstraw.state.paged import PagedChain
 from longstraw.state.recurrent import RecurrentChain
 from longstraw.state.window import WindowChain
 
@@ -24,10 +24,8 @@ def store() -> Any:
     store.close()
 
 
-def new_chain(store: PageStore, first_live: int = 0) -> Chain:
-    return Chain(
-        [PagedChain(store, first_live), WindowChain(store, WINDOW, first_live), RecurrentChain(store, first_live)]
-    )
+def new_chain(store: PageStore, grad_from: int = 0) -> Chain:
+    return Chain([KVChain(store, grad_from), WindowChain(store, WINDOW, grad_from), RecurrentChain(store, grad_from)])
 
 
 def write(cache: Any, num_tokens: int, value: float, rows: int = 1) -> None:
@@ -84,7 +82,7 @@ def test_a_convolution_tail_is_filled_with_zeros_on_the_left(store: PageStore) -
 
 def test_states_that_no_gradient_enters_are_dropped(store: PageStore) -> None:
     """K/V pages all stay; of the replaced states those before the first live piece go, except what a branch needs."""
-    every, late, none = (new_chain(PageStore("cpu"), first_live) for first_live in (0, 4, 6))
+    every, late, none = (new_chain(PageStore("cpu"), grad_from) for grad_from in (0, 4, 6))
     counts = []
     for chain in (every, late, none):
         grow(chain, [2] * 6)
@@ -140,7 +138,7 @@ def test_pieces_are_committed_in_order(store: PageStore) -> None:
 
 def test_the_last_layer_stops_a_piece_whose_output_nothing_reads(store: PageStore) -> None:
     for last, update in (
-        (PagedChain(store), lambda cache: cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0, kwargs={})),
+        (KVChain(store), lambda cache: cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0, kwargs={})),
         (WindowChain(store, 3), lambda c: c.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0, kwargs={})),
     ):
         chain = Chain([last])
@@ -163,7 +161,7 @@ def test_cotangents_of_a_carried_state_are_summed_in_float32(store: PageStore) -
 
 
 def test_decoding_takes_one_token_at_a_time(store: PageStore) -> None:
-    chain = Chain([PagedChain(store)])
+    chain = Chain([KVChain(store)])
     cache = chain.decoder(2)
     with pytest.raises(RuntimeError, match="one token at a time, got 2"):
         cache.update(torch.ones(2, 1, 2, 4), torch.ones(2, 1, 2, 4), 0, kwargs={})
@@ -172,7 +170,7 @@ def test_decoding_takes_one_token_at_a_time(store: PageStore) -> None:
 def test_a_decoding_tail_grows_and_drops_rows(store: PageStore) -> None:
     from longstraw.state.chain import select_rows
 
-    cache = Chain([PagedChain(store)]).decoder(3)
+    cache = Chain([KVChain(store)]).decoder(3)
     for step in range(150):
         token = torch.arange(cache_rows(step), dtype=torch.float32)[:, None, None, None] + 1000 * step
         token = token.expand(-1, 1, 1, 4)

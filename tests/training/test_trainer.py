@@ -71,13 +71,13 @@ def test_how_thinly_states_were_kept_is_in_the_metrics(tmp_path: Path) -> None:
     """One row for a bound that holds all of the windows' states, one for none, and one for a bound that is too low."""
     changes: dict[str, Any] = dict(model={"path": "tiny:mistral"}, segment_tokens=2, max_steps=1)
     for limit, stride in (("256KiB", 1), (None, None)):
-        run(tmp_path / str(limit), checkpoint_bytes=limit, **changes)
+        run(tmp_path / str(limit), boundary_bytes=limit, **changes)
         [row] = metrics(tmp_path / str(limit))
-        assert row.get("checkpoint_stride") == stride
-    with pytest.warns(UserWarning, match=r"checkpoint_bytes=1,000 .*at the least"):
-        run(tmp_path / "thin", checkpoint_bytes=1000, **changes)
+        assert row.get("boundary_stride") == stride
+    with pytest.warns(UserWarning, match=r"boundary_bytes=1,000 .*at the least"):
+        run(tmp_path / "thin", boundary_bytes=1000, **changes)
     [row] = metrics(tmp_path / "thin")
-    assert row["checkpoint_stride"] > 1
+    assert row["boundary_stride"] > 1
 
 
 def test_a_step_is_the_conventional_one(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Attention of a live piece over itself and the pages before it: plain reference, paged flash, sliding window."""
+"""Attention of a piece over itself and the pages before it: in parts, in windows, sparse; plain references."""

@@ -1,16 +1,17 @@
 """Rows of pages picked by position into one buffer, and their gradients back to the pages they came from.
 
-Shapes: B rows, S live tokens, N queries of all rows, K chosen tokens a query, U gathered rows, E numbers a token.
+Shapes: B rows, S held tokens, N queries of all rows, K chosen tokens a query, U gathered rows, E numbers a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from longstraw.attention.paged import Prefix
 from longstraw.pages import Page
+from longstraw.pages.prefix import Prefix
 
 
 class TokenSpace:
@@ -18,22 +19,22 @@ class TokenSpace:
 
     Args:
         prefix: pages (tokens [R, S, E],), R = 1 (shared by all rows) or R = B.
-        live_BSE: the tokens after them.
+        held_BSE: the tokens after them.
     """
 
-    def __init__(self, prefix: Prefix, live_BSE: torch.Tensor) -> None:
+    def __init__(self, prefix: Prefix, held_BSE: torch.Tensor) -> None:
         self.prefix = prefix
-        self.live_BSE = live_BSE
-        self.rows, num_live = live_BSE.shape[:2]
-        start = prefix.pages[-1].stop if prefix.pages else 0
+        self.held_BSE = held_BSE
+        self.rows, num_held = held_BSE.shape[:2]
+        start = prefix.stop
         self.first_own = min((page.start for page in prefix.pages if page.rows == self.rows), default=start)
-        self.num_own = start + num_live - self.first_own
+        self.num_own = start + num_held - self.first_own
         self.size = self.first_own + self.rows * self.num_own
-        self.spans = [  # (page, None for the live tokens; row in it; its first address; the one after its last)
+        self.spans = [  # (page, None for the held tokens; row in it; its first address; the one after its last)
             (page, row, first + row * self.num_own, first + row * self.num_own + num_tokens)
             for page, rows, first, num_tokens in (
                 *((page, page.rows, page.start, page.num_tokens) for page in prefix.pages),
-                (None, self.rows, start, num_live),
+                (None, self.rows, start, num_held),
             )
             for row in range(rows)
         ]
@@ -68,29 +69,34 @@ class Gathered:
                 self._picks.setdefault(page, []).append((row, slice(low, high), addresses_U[low:high] - first))
         self.rows_UE = self._fetch(addresses_U.numel())
 
-    def scatter(self, grad_UE: torch.Tensor, grad_live_BSE: torch.Tensor) -> None:
-        """Adds the rows' gradients to their pages' cotangents, but for constant pages, and to the live tokens'."""
+    def scatter(self, grad_UE: torch.Tensor, grad_held_BSE: torch.Tensor) -> None:
+        """Adds the rows' gradients to their pages' cotangents, but for constant pages, and to the held tokens'."""
         prefix = self._space.prefix
         for page, picks in self._picks.items():
             if page is None:
                 for row, here, there in picks:
-                    grad_live_BSE[row, there] += grad_UE[here]  # no token twice
-            elif prefix.wants_gradient(page):
-                whole = grad_UE.new_zeros(page.rows, page.num_tokens, grad_UE.shape[1])
-                for row, here, there in picks:
-                    whole[row, there] = grad_UE[here]
-                prefix.store.accumulate(page, (whole,))
+                    grad_held_BSE[row, there] += grad_UE[here]  # no token twice
+            else:
+                prefix.accumulate(page, partial(_spread, page, picks, grad_UE))
 
     def _fetch(self, num_rows: int) -> torch.Tensor:
-        live_BSE = self._space.live_BSE
-        rows_UE = live_BSE.new_empty(num_rows, live_BSE.shape[-1])
+        held_BSE = self._space.held_BSE
+        rows_UE = held_BSE.new_empty(num_rows, held_BSE.shape[-1])
         for tokens_RSE, picks in self._tokens():
             for row, here, there in picks:
                 rows_UE[here] = tokens_RSE[row].index_select(0, there)
         return rows_UE
 
     def _tokens(self) -> Iterator[tuple[torch.Tensor, list[tuple[int, slice, torch.Tensor]]]]:
-        for page, (tokens_RSE,) in self._space.prefix.store.stream([p for p in self._picks if p is not None]):
+        for page, (tokens_RSE,) in self._space.prefix.stream([p for p in self._picks if p is not None]):
             yield tokens_RSE, self._picks[page]
         if None in self._picks:
-            yield self._space.live_BSE, self._picks[None]
+            yield self._space.held_BSE, self._picks[None]
+
+
+def _spread(page: Page, picks: list[tuple[int, slice, torch.Tensor]], grad_UE: torch.Tensor) -> tuple[torch.Tensor]:
+    """[R, S, E] of a page's tokens: the picked rows' gradients, and zeros."""
+    whole_RSE = grad_UE.new_zeros(page.rows, page.num_tokens, grad_UE.shape[1])
+    for row, here, there in picks:
+        whole_RSE[row, there] = grad_UE[here]
+    return (whole_RSE,)

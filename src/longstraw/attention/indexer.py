@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from longstraw.attention.paged import Prefix
+from longstraw.pages.prefix import Prefix
 
 _CPU_TILE = (512, 1024)  # queries times heads, and the tokens that they are scored against at a time
 _GPU_TILE = (8192, 4096)
@@ -34,16 +34,16 @@ def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefi
     """Positions of the `num` best tokens of every query, among the pages' and its own row's up to itself.
 
     Args:
-        q_BTHD: queries of the last T of S live tokens.
+        q_BTHD: queries of the last T of the S held tokens.
         w_BTH: weights of their heads, scales included.
-        k_BSD: keys of the live tokens.
+        k_BSD: keys of the tokens after the pages.
         prefix: pages (k [R, S, D],) of the tokens before, R = 1 (shared by all rows) or R = B.
 
     Returns:
         [B, T, K] int32 in rising order, K = min(num, tokens in all); a query that sees fewer has -1 at the end.
     """
     rows, num_queries = q_BTHD.shape[:2]
-    start = prefix.pages[-1].stop if prefix.pages else 0
+    start = prefix.stop
     stop = start + k_BSD.shape[1]
     position_T = torch.arange(stop - num_queries, stop, device=q_BTHD.device)
     if stop <= num:  # every token is among the best
@@ -53,7 +53,7 @@ def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefi
     q_NHD, w_NH = q_BTHD.to(torch.float32).flatten(0, 1), w_BTH.to(torch.float32).flatten(0, 1)
     everyone = slice(0, rows * num_queries)
     each = [slice(row * num_queries, (row + 1) * num_queries) for row in range(rows)]
-    for page, (k_RSD,) in prefix.store.stream(prefix.pages):
+    for page, (k_RSD,) in prefix.stream():
         for part, k_SD in zip([everyone] if page.rows == 1 else each, k_RSD):
             _offer(best_NK[part], q_NHD[part], w_NH[part], k_SD, page.start, None)
     for part, k_SD in zip(each, k_BSD):

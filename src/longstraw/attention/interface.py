@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from longstraw.attention.scores import Scores
+
 NAME = "longstraw"
-LIVE = "longstraw_live"  # the keyword through which a cache layer reaches the attention function
+PIECE = "longstraw_piece"  # the keyword through which a cache layer reaches the attention function
 
 
 def forward(
@@ -19,6 +21,9 @@ def forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hands the call to the cache layer that the model has just updated; returns ([B, T, H, D], None).
@@ -26,14 +31,14 @@ def forward(
     Raises:
         RuntimeError: called without such a layer, with dropout, or with a mask.
     """
-    live = kwargs.get(LIVE)
-    if live is None:
+    piece = kwargs.get(PIECE)
+    if piece is None:
         raise RuntimeError("the longstraw attention runs only inside longstraw.Engine, with its own cache")
     if dropout:
         raise RuntimeError(f"attention dropout {dropout} is active: a recomputed graph would be another function")
     if attention_mask is not None:
         raise RuntimeError("the longstraw attention takes no mask: pieces are causal and unpadded")
-    return live.attend(query, key, value, scaling).transpose(1, 2), None
+    return piece.attend(query, key, value, Scores(scaling, s_aux, softcap, sliding_window)).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, forward)

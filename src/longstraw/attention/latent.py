@@ -2,7 +2,7 @@
 without an indexer.
 
 In a piece, latents are expanded to keys and values a tile of tokens at a time, k = [W_k c, r] and v = W_v c
-(DeepSeek-V2, arXiv 2405.04434, section 2.1.2); tiles are merged by log-sum-exp, as in `paged`. One query a row, as in
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2); tiles are merged by log-sum-exp, as in `parts`. One query a row, as in
 decoding, takes the absorbed form instead, which expands nothing. The graph holds page handles, never a page or its
 expansion.
 
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from longstraw.attention import kernels, reference
-from longstraw.attention.paged import Merge, Prefix, fold_rows, unfold_rows
+from longstraw.attention import reference
+from longstraw.attention.parts import Merge, Queries, own_part
+from longstraw.attention.scores import Scores
 from longstraw.pages import Page
+from longstraw.pages.prefix import Prefix
 from longstraw.precision import wide_dtype
 
 _TILE_BYTES = 64 << 20  # expanded keys and values of one tile
@@ -31,19 +33,19 @@ def attend(
     q_rope_BTHR: torch.Tensor,
     w_k_HDC: torch.Tensor,
     w_v_HVC: torch.Tensor,
-    live_BTE: torch.Tensor,
+    piece_BTE: torch.Tensor,
     prefix: Prefix,
-    scale: float,
+    scores: Scores,
 ) -> torch.Tensor:
     """Output [B, T, H, V]: causal within the piece, all of the pages before it.
 
-    Gradients reach both parts of the query, the weights and the live latents through autograd, and pages through
-    `prefix.store.accumulate`.
+    Gradients reach both parts of the query, the weights and the piece's latents through autograd, and pages through
+    `prefix.accumulate`.
 
     Args:
         prefix: pages (latents [R, S, E],) of the tokens before, R = 1 (shared by all rows) or R = B.
     """
-    return _LatentAttention.apply(q_BTHD, q_rope_BTHR, w_k_HDC, w_v_HVC, live_BTE, prefix, scale)
+    return _LatentAttention.apply(q_BTHD, q_rope_BTHR, w_k_HDC, w_v_HVC, piece_BTE, prefix, scores)
 
 
 @torch.no_grad()
@@ -52,33 +54,27 @@ def decode(
     q_rope_B1HR: torch.Tensor,
     w_k_HDC: torch.Tensor,
     w_v_HVC: torch.Tensor,
-    live_BSE: torch.Tensor,
+    grown_BSE: torch.Tensor,
     prefix: Prefix,
-    scale: float,
+    scores: Scores,
 ) -> torch.Tensor:
-    """Output [B, 1, H, V] of the last live token's query to the pages and all live tokens, without a graph."""
+    """Output [B, 1, H, V] of the last grown token's query to the pages and all grown tokens, without a graph."""
     wide = wide_dtype(q_B1HD.dtype)
     rank = w_k_HDC.shape[2]
     latent_HBC = q_B1HD[:, 0].transpose(0, 1).to(wide) @ w_k_HDC.to(wide)
     query_BHE = torch.cat([latent_HBC.transpose(0, 1), q_rope_B1HR[:, 0].to(wide)], -1)
-    query_B1HE = query_BHE[:, None]  # H queries of one head
-    merged = Merge(*_absorbed(query_B1HE, live_BSE, scale, rank))
-    for page, (tokens_RSE,) in prefix.store.stream(prefix.pages):
-        if page.rows == query_B1HE.shape[0]:
-            merged.add(*_absorbed(query_B1HE, tokens_RSE, scale, rank))
-        else:
-            out, lse = _absorbed(fold_rows(query_B1HE), tokens_RSE, scale, rank)
-            rows = query_B1HE.shape[0]
-            merged.add(unfold_rows(out, rows), unfold_rows(lse[..., None], rows)[..., 0])
-    out_HBV = merged.out[:, 0].transpose(0, 1) @ w_v_HVC.to(wide).transpose(1, 2)
+    queries, merged = Queries(query_BHE[:, None], scores), Merge(query_BHE.shape[1])  # H queries of one head
+
+    def add(tokens_RSE: torch.Tensor) -> None:
+        tokens_R1SE = tokens_RSE.to(wide)[:, None]
+        merged.add(*queries.forward(tokens_R1SE, tokens_R1SE[..., :rank], kernel=reference.part_forward))
+
+    add(grown_BSE)
+    for _, (tokens_RSE,) in prefix.stream():
+        add(tokens_RSE)
+    out_B1HC, _ = merged.close(prefix.context, scores)
+    out_HBV = out_B1HC[:, 0].transpose(0, 1) @ w_v_HVC.to(wide).transpose(1, 2)
     return out_HBV.transpose(0, 1)[:, None].to(q_B1HD.dtype)
-
-
-def _absorbed(
-    query_B1HE: torch.Tensor, tokens_BSE: torch.Tensor, scale: float, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens_B1SE = tokens_BSE.to(query_B1HE.dtype)[:, None]
-    return reference.part_forward(query_B1HE, tokens_B1SE, tokens_B1SE[..., :rank], scale, causal=False)
 
 
 class _LatentAttention(torch.autograd.Function):
@@ -89,57 +85,57 @@ class _LatentAttention(torch.autograd.Function):
         q_rope: torch.Tensor,
         w_k: torch.Tensor,
         w_v: torch.Tensor,
-        live: torch.Tensor,
+        piece: torch.Tensor,
         prefix: Prefix,
-        scale: float,
+        scores: Scores,
     ) -> torch.Tensor:
         expansion = _Expansion(w_k, w_v, q, q_rope)
-        query = expansion.query
-        out = torch.zeros(query.shape, dtype=expansion.wide, device=q.device)
-        lse = torch.full(query.shape[:3], float("-inf"), dtype=expansion.wide, device=q.device)
-        for _, _, tokens, parts in _tiles(expansion, live, prefix):
+        context = prefix.context
+        queries = Queries(context.gather(expansion.query, 2), scores)
+        merged = Merge(queries.num_queries)
+        merged.reserve(queries.q_BHTD, expansion.wide)
+        for _, _, tokens, parts in _tiles(expansion, piece, prefix, queries.num_queries):
             k, v = expansion.expand(tokens)
             for part, causal in parts:
-                merged = Merge(out[:, :, part], lse[:, :, part])
-                merged.add(*_part_forward(query[:, :, part], k, v, scale, causal))
-                out[:, :, part], lse[:, :, part] = merged.out, merged.lse
+                merged.add(*queries.of(part).forward(k, v, causal), part)
+        out, lse = merged.close(context, scores)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, q_rope, w_k, w_v, live, out, lse)
-        ctx.prefix, ctx.scale = prefix, scale
+        ctx.save_for_backward(q, q_rope, w_k, w_v, piece, out, lse)
+        ctx.prefix, ctx.scores = prefix, scores
         return out[..., : w_v.shape[1]].transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, q_rope, w_k, w_v, live, out, lse = ctx.saved_tensors
+        q, q_rope, w_k, w_v, piece, out, lse = ctx.saved_tensors
         expansion = _Expansion(w_k, w_v, q, q_rope)
-        query = expansion.query
-        grad = pad(grads[0].transpose(1, 2), (0, expansion.size - w_v.shape[1]))
-        grad_query, grad_w_k, grad_w_v, grad_live = (
-            torch.zeros(x.shape, dtype=expansion.wide, device=x.device) for x in (query, w_k, w_v, live)
+        context = ctx.prefix.context
+        grad = pad(grads[0].transpose(1, 2), (0, expansion.size - w_v.shape[1])).contiguous()
+        everyone = [context.gather(x, 2) for x in (expansion.query, grad, out, lse)]
+        queries = Queries(everyone[0], ctx.scores, *everyone[1:])
+        grad_query, grad_w_k, grad_w_v, grad_piece = (
+            torch.zeros(x.shape, dtype=expansion.wide, device=x.device) for x in (everyone[0], w_k, w_v, piece)
         )
-        grad_page: torch.Tensor | None = None
-        for page, first, tokens, parts in _tiles(expansion, live, ctx.prefix):
+        for page, first, tokens, parts in _tiles(expansion, piece, ctx.prefix, queries.num_queries):
             k, v = expansion.expand(tokens)
             grad_k, grad_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
             for part, causal in parts:
-                inputs = [x[:, :, part] for x in (grad, query, out, lse[..., None])]
-                found_q, found_k, found_v = _part_backward(inputs, k, v, ctx.scale, causal)
+                found_q, found_k, found_v = queries.of(part).backward(k, v, causal)
                 grad_query[:, :, part] += found_q
                 grad_k += found_k
                 grad_v += found_v
             last = first + tokens.shape[1]
             grad_tokens = expansion.pull_back(tokens, grad_k, grad_v, grad_w_k, grad_w_v)
             if page is None:
-                grad_live[:, first:last] = grad_tokens
-            elif ctx.prefix.wants_gradient(page):
-                if grad_page is None:
-                    grad_page = grad_tokens.new_empty(page.rows, page.num_tokens, live.shape[2])
-                grad_page[:, first:last] = grad_tokens
-                if last == page.num_tokens:
-                    ctx.prefix.store.accumulate(page, (grad_page,))
-                    grad_page = None
+                grad_piece[:, first:last] = grad_tokens
+                continue
+            if first == 0:
+                grad_page = grad_tokens.new_empty(page.rows, page.num_tokens, piece.shape[2])
+            grad_page[:, first:last] = grad_tokens
+            if last == page.num_tokens:
+                ctx.prefix.accumulate(page, lambda found=grad_page: (found,))
+        grad_query = context.scatter_sum(grad_query, 2)
         grad_q, grad_q_rope, _ = grad_query.transpose(1, 2).split(expansion.sizes, -1)
-        found = zip((grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_live), (q, q_rope, w_k, w_v, live))
+        found = zip((grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_piece), (q, q_rope, w_k, w_v, piece))
         return (*(grad.to(x.dtype) for grad, x in found), None, None)
 
 
@@ -153,7 +149,8 @@ class _Expansion:
         self.num_heads, head, self.rank = w_k_HDC.shape
         self.size = max(head + q_rope.shape[3], w_v_HVC.shape[1])
         self.sizes = [head, q_rope.shape[3], self.size - head - q_rope.shape[3]]
-        self.query = pad(torch.cat([q, q_rope.to(q.dtype)], -1), (0, self.sizes[2])).transpose(1, 2)
+        self.query = pad(torch.cat([q, q_rope.to(q.dtype)], -1), (0, self.sizes[2]))
+        self.query = self.query.transpose(1, 2).contiguous()
 
     def expand(self, tokens_RSE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, H, S, size]."""
@@ -183,41 +180,26 @@ class _Expansion:
 
 
 def _tiles(
-    expansion: _Expansion, live_BTE: torch.Tensor, prefix: Prefix
+    expansion: _Expansion, piece_BTE: torch.Tensor, prefix: Prefix, num_queries: int
 ) -> Iterator[tuple[Page | None, int, torch.Tensor, list[tuple[slice, bool]]]]:
-    """Tiles of tokens: (their page, None for the live piece; first token in it; latents; who attends to them).
+    """Tiles of tokens: (their page, None for the piece; first token in it; latents; who attends to them).
 
     Who attends: slices of queries, with whether the part is square and causal.
     """
     token_bytes = 2 * expansion.num_heads * expansion.size * expansion.wide.itemsize
-    num_queries = live_BTE.shape[1]
-    size = max(1, _TILE_BYTES // (token_bytes * live_BTE.shape[0]))
-    for first in range(0, num_queries, size):
-        last = min(first + size, num_queries)
-        after = [(slice(last, num_queries), False)] if last < num_queries else []
-        yield None, first, live_BTE[:, first:last], [(slice(first, last), True), *after]
-    for page, (tokens_RSE,) in prefix.store.stream(prefix.pages):
+    (own, _), *later = own_part(prefix.context, num_queries)
+    num_tokens = piece_BTE.shape[1]
+    size = max(1, _TILE_BYTES // (token_bytes * piece_BTE.shape[0]))
+    for first in range(0, num_tokens, size):
+        last = min(first + size, num_tokens)
+        after = [(slice(own.start + last, own.stop), False)] if last < num_tokens else []
+        yield (
+            None,
+            first,
+            piece_BTE[:, first:last],
+            [(slice(own.start + first, own.start + last), True), *after, *later],
+        )
+    for page, (tokens_RSE,) in prefix.stream():
         size = max(1, _TILE_BYTES // (token_bytes * page.rows))
         for first in range(0, page.num_tokens, size):
             yield page, first, tokens_RSE[:, first : first + size], [(slice(0, num_queries), False)]
-
-
-def _part_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = q.shape[0]
-    if k.shape[0] == rows:
-        return kernels.part_forward(q.contiguous(), k, v, scale, causal)
-    out, lse = kernels.part_forward(fold_rows(q).contiguous(), k, v, scale, causal)
-    return unfold_rows(out, rows), unfold_rows(lse[..., None], rows)[..., 0]
-
-
-def _part_backward(
-    inputs: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernels.part_backward`; `inputs` are the gradient, queries, output and log-sum-exp, [B, H, T, ...] each."""
-    rows = inputs[0].shape[0]
-    shared = k.shape[0] != rows
-    grad, q, out, lse = ((fold_rows(x) if shared else x).contiguous() for x in inputs)
-    grad_q, grad_k, grad_v = kernels.part_backward(grad, q, k, v, out, lse[..., 0], scale, causal)
-    return (unfold_rows(grad_q, rows) if shared else grad_q), grad_k, grad_v

@@ -7,48 +7,43 @@ from __future__ import annotations
 
 import torch
 
+from longstraw.attention.scores import Scores
 from longstraw.precision import wide_dtype
 
 
-def attend(
-    q_BHTD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of the last T of S tokens; materialises the scores.
-
-    Args:
-        window: how many tokens a query sees, itself included; None for all before it.
-
-    Returns:
-        [B, H, T, D], differentiable.
-    """
+def attend(q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Causal attention [B, H, T, D] of the last T of S tokens, differentiable; materialises the scores."""
     num_queries, num_keys = q_BHTD.shape[-2], k_BKSD.shape[-2]
     query = torch.arange(num_keys - num_queries, num_keys, device=q_BHTD.device)[:, None]
     key = torch.arange(num_keys, device=q_BHTD.device)[None]
     visible = key <= query
-    if window is not None:
-        visible = visible & (key > query - window)
+    if scores.window is not None:
+        visible = visible & (key > query - scores.window)
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
-    scores = q_BHTD @ k_BKSD.repeat_interleave(groups, 1).transpose(-1, -2) * scale
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    found = scores.of(q_BHTD @ k_BKSD.repeat_interleave(groups, 1).transpose(-1, -2))
+    found = found.masked_fill(~visible, float("-inf"))
+    if scores.sinks is not None:
+        found = torch.cat([found, scores.sinks[:, None, None].to(found.dtype).expand(*found.shape[:3], 1)], -1)
+    weights = found.softmax(-1)[..., :num_keys]
     return weights @ v_BKSD.repeat_interleave(groups, 1)
 
 
 def part_forward(
-    q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, scale: float, causal: bool
+    q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, scores: Scores, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One part of an attention split by keys: its output [B, H, T, D] and log-sum-exp [B, H, T]."""
+    """One part of an attention split by keys: its output [B, H, T, D] and log-sum-exp [B, H, T].
+
+    Args:
+        scores: its sinks and window are not the part's.
+        causal: the queries are those of the last T of the S tokens, and see no later one.
+    """
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
-    scores = q_BHTD @ k_BKSD.repeat_interleave(groups, 1).transpose(-1, -2)
-    scores = scores.to(wide_dtype(scores.dtype)) * scale
+    products = q_BHTD @ k_BKSD.repeat_interleave(groups, 1).transpose(-1, -2)
+    found = scores.of(products.to(wide_dtype(products.dtype)))
     if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().to(v_BKSD.dtype)
+        found = found.masked_fill(_future(found), float("-inf"))
+    lse = found.logsumexp(-1)
+    weights = (found - lse[..., None]).exp().to(v_BKSD.dtype)
     return weights @ v_BKSD.repeat_interleave(groups, 1), lse
 
 
@@ -59,7 +54,7 @@ def part_backward(
     v_BKSD: torch.Tensor,
     out_BHTD: torch.Tensor,
     lse_BHT: torch.Tensor,
-    scale: float,
+    scores: Scores,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The part's gradients (dq, dk, dv), given the output and log-sum-exp of the *whole* attention.
@@ -70,15 +65,21 @@ def part_backward(
     wide = wide_dtype(q_BHTD.dtype)
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(groups, 1) for x in (k_BKSD, v_BKSD))
-    scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).to(wide) * scale
+    found = scores.of((q_BHTD @ k_BHSD.transpose(-1, -2)).to(wide))
+    slope = scores.slope(found)
     if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    weights = (scores - lse_BHT[..., None]).exp()
+        found = found.masked_fill(_future(found), float("-inf"))
+    weights = (found - lse_BHT[..., None]).exp()
     delta = (grad_BHTD.to(wide) * out_BHTD.to(wide)).sum(-1, keepdim=True)
-    grad_scores = weights * ((grad_BHTD @ v_BHSD.transpose(-1, -2)).to(wide) - delta) * scale
-    grad_scores = grad_scores.to(q_BHTD.dtype)
-    grad_q = grad_scores @ k_BHSD
-    grad_k = (grad_scores.transpose(-1, -2) @ q_BHTD).unflatten(1, (-1, groups)).sum(2)
+    grad_products = weights * ((grad_BHTD @ v_BHSD.transpose(-1, -2)).to(wide) - delta) * slope
+    grad_products = grad_products.to(q_BHTD.dtype)
+    grad_q = grad_products @ k_BHSD
+    grad_k = (grad_products.transpose(-1, -2) @ q_BHTD).unflatten(1, (-1, groups)).sum(2)
     grad_v = (weights.to(q_BHTD.dtype).transpose(-1, -2) @ grad_BHTD).unflatten(1, (-1, groups)).sum(2)
     return grad_q, grad_k, grad_v
+
+
+def _future(scores: torch.Tensor) -> torch.Tensor:
+    """Which of [..., T, S] lie after their query, where the queries are the last T of S tokens."""
+    num_queries, num_keys = scores.shape[-2:]
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).triu(1 + num_keys - num_queries)

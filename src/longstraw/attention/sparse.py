@@ -6,9 +6,9 @@ and values are never expanded. What a group of queries chose is gathered from th
 then run in tiles of bounded size. The backward pass gathers again and recomputes tile by tile: the graph holds page
 handles, never a gathered latent.
 
-Shapes: B rows, T queries, N queries of all rows, S live tokens, K chosen tokens a query, U gathered tokens, H heads,
-D head size without position, R rotary size, V value head size, C latent rank, E = C + R: one token's latent and rotary
-key side by side.
+Shapes: B rows, T queries, N queries of all rows, S tokens that the layer holds, K chosen tokens a query, U gathered
+tokens, H heads, D head size without position, R rotary size, V value head size, C latent rank, E = C + R: one token's
+latent and rotary key side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from longstraw.attention.gather import Gathered, TokenSpace
-from longstraw.attention.paged import Prefix
+from longstraw.attention.scores import Scores
+from longstraw.pages.prefix import Prefix
 from longstraw.precision import wide_dtype
 
 _CPU_BYTES = (256 << 20, 16 << 20)  # what a group of queries gathers, with its gradient; what a tile of them holds
@@ -32,22 +33,22 @@ def attend(
     q_rope_BTHR: torch.Tensor,
     w_k_HDC: torch.Tensor,
     w_v_HVC: torch.Tensor,
-    live_BSE: torch.Tensor,
+    held_BSE: torch.Tensor,
     chosen_BTK: torch.Tensor,
     prefix: Prefix,
-    scale: float,
+    scores: Scores,
 ) -> torch.Tensor:
     """Output [B, T, H, V]; computed in float32 at least.
 
-    Gradients reach both parts of the query, the weights and the live latents through autograd, and pages through
-    `prefix.store.accumulate`.
+    Gradients reach both parts of the query, the weights and the latents through autograd, and pages through
+    `prefix.accumulate`.
 
     Args:
-        live_BSE: latents of the live tokens; the queries are the last T of the S.
+        held_BSE: latents of the tokens after the pages; the queries are the last T of the S.
         chosen_BTK: positions, -1 for none, of tokens that the query may see; see `indexer.choose`.
         prefix: pages (latents [R, S, E],) of the tokens before, R = 1 (shared by all rows) or R = B.
     """
-    return _SparseAttention.apply(q_BTHD, q_rope_BTHR, w_k_HDC, w_v_HVC, live_BSE, chosen_BTK, prefix, scale)
+    return _SparseAttention.apply(q_BTHD, q_rope_BTHR, w_k_HDC, w_v_HVC, held_BSE, chosen_BTK, prefix, scores)
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -58,37 +59,37 @@ class _SparseAttention(torch.autograd.Function):
         q_rope: torch.Tensor,
         w_k: torch.Tensor,
         w_v: torch.Tensor,
-        live: torch.Tensor,
+        held: torch.Tensor,
         chosen: torch.Tensor,
         prefix: Prefix,
-        scale: float,
+        scores: Scores,
     ) -> torch.Tensor:
-        work = _Work(q, q_rope, w_k, w_v, scale)
+        work = _Work(q, q_rope, w_k, w_v, scores)
         out = torch.empty(*q.shape[:3], w_v.shape[1], dtype=work.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=work.dtype, device=q.device)
         out_NHV, lse_NH = out.flatten(0, 1), lse.flatten(0, 1)
-        for gathered, tiles in _groups(work, live, chosen, prefix):
+        for gathered, tiles in _groups(work, held, chosen, prefix):
             for part, places_NK, seen_NK in tiles:
                 tile = work.tile(part, gathered.rows_UE[places_NK], seen_NK)
                 lse_NH[part] = tile.scores_NHK.logsumexp(-1)
                 latent_NHC = tile.weights(lse_NH[part]) @ tile.latent_NKC
                 out_NHV[part] = _per_head(latent_NHC, work.w_v_HVC.transpose(1, 2))
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, q_rope, w_k, w_v, live, chosen, out, lse)
-        ctx.prefix, ctx.scale = prefix, scale
+        ctx.save_for_backward(q, q_rope, w_k, w_v, held, chosen, out, lse)
+        ctx.prefix, ctx.scores = prefix, scores
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, q_rope, w_k, w_v, live, chosen, out, lse = ctx.saved_tensors
-        work = _Work(q, q_rope, w_k, w_v, ctx.scale)
+        q, q_rope, w_k, w_v, held, chosen, out, lse = ctx.saved_tensors
+        work = _Work(q, q_rope, w_k, w_v, ctx.scores)
         rank = w_k.shape[2]
-        grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_live = (
-            torch.zeros(x.shape, dtype=work.dtype, device=x.device) for x in (q, q_rope, w_k, w_v, live)
+        grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_held = (
+            torch.zeros(x.shape, dtype=work.dtype, device=x.device) for x in (q, q_rope, w_k, w_v, held)
         )
         grad_q_NHD, grad_q_rope_NHR = grad_q.flatten(0, 1), grad_q_rope.flatten(0, 1)
         out_NHV, lse_NH, grad_NHV = (x.flatten(0, 1) for x in (out, lse, grads[0]))
-        for gathered, tiles in _groups(work, live, chosen, ctx.prefix):
+        for gathered, tiles in _groups(work, held, chosen, ctx.prefix):
             grad_UE = torch.zeros(gathered.rows_UE.shape, dtype=work.dtype, device=q.device)
             for part, places_NK, seen_NK in tiles:
                 tile = work.tile(part, gathered.rows_UE[places_NK], seen_NK)
@@ -97,7 +98,7 @@ class _SparseAttention(torch.autograd.Function):
                 delta_NH1 = (grad_out_NHV * out_NHV[part]).sum(-1, keepdim=True)
                 grad_latent_NHC = _per_head(grad_out_NHV, work.w_v_HVC)
                 grad_scores_NHK = grad_latent_NHC @ tile.latent_NKC.transpose(1, 2)
-                grad_scores_NHK = grad_scores_NHK.sub_(delta_NH1).mul_(weights_NHK).mul_(ctx.scale)
+                grad_scores_NHK = grad_scores_NHK.sub_(delta_NH1).mul_(weights_NHK).mul_(ctx.scores.scale)
                 grad_query_NHE = grad_scores_NHK @ tile.tokens_NKE
                 grad_query_NHC = grad_query_NHE[..., :rank]
                 grad_q_NHD[part] = _per_head(grad_query_NHC, work.w_k_HDC.transpose(1, 2))
@@ -107,8 +108,8 @@ class _SparseAttention(torch.autograd.Function):
                 grad_NKE = grad_scores_NHK.transpose(1, 2) @ tile.query_NHE
                 grad_NKE[..., :rank] += weights_NHK.transpose(1, 2) @ grad_latent_NHC
                 _add_rows(grad_UE, places_NK, grad_NKE)
-            gathered.scatter(grad_UE, grad_live)
-        found = zip((grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_live), (q, q_rope, w_k, w_v, live))
+            gathered.scatter(grad_UE, grad_held)
+        found = zip((grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_held), (q, q_rope, w_k, w_v, held))
         return (*(grad.to(x.dtype) for grad, x in found), None, None, None)
 
 
@@ -116,18 +117,18 @@ class _Work:
     """The queries of a call, and the dtype that they compute in."""
 
     def __init__(
-        self, q: torch.Tensor, q_rope: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, scale: float
+        self, q: torch.Tensor, q_rope: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, scores: Scores
     ) -> None:
         self.dtype = wide_dtype(q.dtype)
         self.q_NHD, self.q_rope_NHR = q.flatten(0, 1), q_rope.flatten(0, 1)
         self.w_k_HDC, self.w_v_HVC = w_k.to(self.dtype), w_v.to(self.dtype)
-        self.scale = scale
+        self.scores = scores
 
     def tile(self, part: slice, tokens_NKE: torch.Tensor, seen_NK: torch.Tensor) -> _Tile:
         latent_NHC = _per_head(self.q_NHD[part].to(self.dtype), self.w_k_HDC)
         query_NHE = torch.cat([latent_NHC, self.q_rope_NHR[part].to(self.dtype)], -1)
         tokens_NKE = tokens_NKE.to(self.dtype)
-        scores_NHK = (query_NHE @ tokens_NKE.transpose(1, 2)).mul_(self.scale)
+        scores_NHK = (query_NHE @ tokens_NKE.transpose(1, 2)).mul_(self.scores.scale)
         scores_NHK.masked_fill_(~seen_NK[:, None], float("-inf"))
         return _Tile(query_NHE, tokens_NKE, tokens_NKE[..., : latent_NHC.shape[2]], scores_NHK)
 
@@ -150,14 +151,14 @@ Parts = Iterator[tuple[slice, torch.Tensor, torch.Tensor]]
 
 
 def _groups(
-    work: _Work, live_BSE: torch.Tensor, chosen_BTK: torch.Tensor, prefix: Prefix
+    work: _Work, held_BSE: torch.Tensor, chosen_BTK: torch.Tensor, prefix: Prefix
 ) -> Iterator[tuple[Gathered, Parts]]:
     """Groups of queries with what they gathered, and their tiles: (queries, places of their choices, which exist)."""
-    gathered_bytes, tile_bytes = _CPU_BYTES if live_BSE.device.type == "cpu" else _GPU_BYTES
-    width, num_chosen, num_heads = live_BSE.shape[2], chosen_BTK.shape[2], work.q_NHD.shape[1]
+    gathered_bytes, tile_bytes = _CPU_BYTES if held_BSE.device.type == "cpu" else _GPU_BYTES
+    width, num_chosen, num_heads = held_BSE.shape[2], chosen_BTK.shape[2], work.q_NHD.shape[1]
     item = torch.finfo(work.dtype).bits // 8
     tile = max(1, tile_bytes // (item * 2 * (num_chosen * (width + num_heads) + num_heads * width)))
-    space = TokenSpace(prefix, live_BSE)
+    space = TokenSpace(prefix, held_BSE)
     addresses_NK, seen_NK = space.addresses(chosen_BTK), chosen_BTK.flatten(0, 1) >= 0
     num_queries = addresses_NK.shape[0]
     room = gathered_bytes // (2 * item * width)  # tokens

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from longstraw.engine.host import ModelHost
+from longstraw.engine.step import Scored
 from longstraw.pages import Tier
+from longstraw.state.resident import ResidentState
 
 PromptGrad = str | int
 
@@ -112,4 +114,64 @@ def length(host: ModelHost, num_prompt: int, num_response: int, what: str) -> No
             f"beyond max_position_embeddings={limit}: shorten them, or load the model with an explicit RoPE override "
             '(rope_parameters={"rope_type": "yarn", "factor": ..., "original_max_position_embeddings": '
             f"{limit}, ...}}), whose quality is yours to check"
+        )
+
+
+def state(host: ModelHost, found: ResidentState) -> None:
+    """Refuses a state that is gone, or another model's.
+
+    Raises:
+        ValueError: says which.
+    """
+    if found.released:
+        raise ValueError("this state was released: capture the prompt again")
+    if found.backbone() is not host.backbone:
+        raise ValueError(
+            "this state was captured with another model, whose keys and values it holds: capture the prompt with "
+            "this engine, as every model (policy, reference) needs a state of its own"
+        )
+
+
+def scored(found: Scored, parameter_version: int) -> None:
+    """Refuses what cannot be pulled back any more.
+
+    Raises:
+        ValueError: says why.
+    """
+    if found.used:
+        raise ValueError("these responses were pulled back or released before: score them again with score_for")
+    if found.parameter_version != parameter_version:
+        raise ValueError(
+            "parameters have changed since the responses were scored, whose loss is of the ones before: call "
+            "pull_back before the optimizer's step, or score_for again"
+        )
+
+
+def cotangents(logps: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """One a response, of its log-probabilities' shape; None counts as zero.
+
+    Raises:
+        ValueError: not as many as responses, or another shape.
+    """
+    if len(values) != len(logps):
+        raise ValueError(f"{len(values)} cotangents for {len(logps)} responses: pass one a response, or None for it")
+    for place, (logp, value) in enumerate(zip(logps, values)):
+        if value is not None and value.shape != logp.shape:
+            raise ValueError(f"cotangents[{place}] has shape {tuple(value.shape)} for {logp.numel()} tokens")
+    return [torch.zeros_like(p, requires_grad=False) if v is None else v.to(p) for p, v in zip(logps, values)]
+
+
+def finite(state: ResidentState, cotangents: Sequence[torch.Tensor], loss: torch.Tensor | None = None) -> None:
+    """Refuses to pull back what is not finite.
+
+    Raises:
+        FloatingPointError: names the prompt.
+    """
+    good = all(bool(torch.isfinite(c).all()) for c in cotangents) and (loss is None or bool(torch.isfinite(loss)))
+    if not state.store.context.agree(good, min):
+        what = "the loss's gradient" if loss is None else f"the loss ({float(loss)}) or its gradient"
+        raise FloatingPointError(
+            f"{what} is not finite for the prompt of {len(state)} tokens that starts with ids "
+            f"{state.prompt_ids[:8].tolist()}; nothing was added to .grad. Look at its responses' log-probabilities "
+            "and advantages, or lower the learning rate"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from longstraw.engine import run
+from longstraw.engine.capture import segment
 from longstraw.engine.host import ModelHost
 from longstraw.state.resident import ResidentState
 
@@ -31,11 +33,9 @@ def probe(host: ModelHost, state: ResidentState, num_segments: int, seed: int) -
     order = torch.randperm(len(at_hand), generator=torch.Generator().manual_seed(seed))
     distances = []
     for index in sorted(at_hand[i] for i in order[:num_segments].tolist()):
-        cache = chain.enter(index, output_read=False)
-        ids = state.prompt_ids[None, chain.starts[index] : chain.starts[index + 1]].to(host.device)
-        host.forward(ids, chain.starts[index], cache)
-        for layer, live in zip(chain.layers, cache.layers):
-            distances.append(_relative(live.written(), layer.stored(index)))
+        done = run.run(host, chain, index, segment(host, state, index))
+        for layer, piece in zip(chain.layers, done.cache.layers):
+            distances.append(_relative(piece.written(), layer.stored(index)))
     return float(torch.stack(distances).mean())
 
 

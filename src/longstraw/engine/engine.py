@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from longstraw.engine import branches, checks
+from longstraw.engine import branches, checks, run, step
+from longstraw.engine.capture import capture, restore_start, segment
 from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
-from longstraw.engine.graphs import SegmentGraphs, saved_bytes
 from longstraw.engine.host import ModelHost
-from longstraw.engine.kept import KeptBundles
-from longstraw.engine.meter import Meter, Phase
-from longstraw.engine.pullback import build, pull_back
-from longstraw.engine.sample import Draft, Sampling, sample
+from longstraw.engine.kept import KeptGraphs
+from longstraw.engine.meter import Meter
+from longstraw.engine.piece import Bundle, cut_prompt, pack
+from longstraw.engine.run import HeadOptions
+from longstraw.engine.sample import Draft, Sampling, default_stops, sample
+from longstraw.engine.step import Objective, Outcome, Scored
 from longstraw.objective.logprobs import tokens_a_chunk
 from longstraw.pages import PageStore, Tier
+from longstraw.parallel.context import ALONE
 from longstraw.parallel.reduce import DataMesh
 from longstraw.precision import wide_dtype
-from longstraw.state.chain import Chain
 from longstraw.state.resident import ResidentState
 
-Objective = Callable[[list[torch.Tensor]], torch.Tensor]
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass
-class Outcome:
-    """What `Engine.backward` found.
-
-    Attributes:
-        loss: the objective's value, a detached scalar.
-        logps: the policy's log-probabilities, one [R_i] tensor a response, detached.
-        cotangents: the gradient of the loss with respect to each of them.
-        entropies: of the distribution that each token is from, in nats, one [R_i] tensor a response.
-        phases: seconds and peak memory of "score", "replay" and "sweep".
-        response_side: the part of the added gradient that does not pass through the prompt's state, one entry a
-            trainable parameter, in float32 at least; None for a parameter without one. None unless it was asked for.
-    """
-
-    loss: torch.Tensor
-    logps: list[torch.Tensor]
-    cotangents: list[torch.Tensor]
-    entropies: list[torch.Tensor]
-    phases: dict[str, Phase] = field(default_factory=dict)
-    response_side: list[torch.Tensor | None] | None = None
 
 
 class Engine:
@@ -68,12 +45,12 @@ class Engine:
         tier_bytes: bounds by tier, as {"device": 8 << 30}: pages beyond one rest on the next tier down.
         head_bytes: bound on the logits that exist at a time, in float32; what is computed from them takes up to twice
             as much again.
-        checkpoint_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
+        recompute_layers: a piece's graph holds one layer's activations at a time and recomputes each layer once more.
         retain_graph_bytes: so much memory for graphs of the prompt's last segments, and for scored responses (the pages
             of their blocks on any tier, the graph of the last one), which need no recomputation then. Results are the
             same with any value.
-        checkpoint_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
-            where it does not hold them all, some are recomputed (`ResidentState.checkpoint_stride` says how many are
+        boundary_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
+            where it does not hold them all, some are recomputed (`ResidentState.boundary_stride` says how many are
             kept), and where it is below the least that this takes, a warning says so. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
 
@@ -93,12 +70,12 @@ class Engine:
         page_dir: str | os.PathLike[str] | None = None,
         tier_bytes: Mapping[str, int] | None = None,
         head_bytes: int = 64 << 20,
-        checkpoint_layers: bool = False,
+        recompute_layers: bool = False,
         retain_graph_bytes: int = 0,
-        checkpoint_bytes: int | None = None,
+        boundary_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.host = ModelHost(model, checkpoint_layers)
+        self.host = ModelHost(model, recompute_layers)
         self.prompt_grad = checks.prompt_grad(prompt_grad)
         self.segment_tokens = checks.positive("segment_tokens", segment_tokens)
         self.block_tokens = checks.positive("block_tokens", block_tokens)
@@ -106,17 +83,17 @@ class Engine:
             raise ValueError(f'tier={tier!r}: choose "device", "host" or "disk"')
         self.tier = Tier(tier)
         self.mesh = DataMesh(mesh)
+        self.context = ALONE
         self.page_dir = page_dir
         self.tier_bytes = checks.tier_bytes(tier_bytes)
         self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes, "bytes"))
         self.retain_graph_bytes = checks.not_negative("retain_graph_bytes", retain_graph_bytes)
-        self.checkpoint_bytes = checkpoint_bytes
-        if checkpoint_bytes is not None:
-            checks.not_negative("checkpoint_bytes", checkpoint_bytes)
+        self.boundary_bytes = boundary_bytes
+        if boundary_bytes is not None:
+            checks.not_negative("boundary_bytes", boundary_bytes)
         self.meter = Meter(self.host.device)
         self._progress = progress or (lambda phase, done, total: None)
 
-    @torch.no_grad()
     def capture(self, prompt_ids: Any) -> ResidentState:
         """Runs the prompt once without a graph and keeps what its responses need.
 
@@ -131,28 +108,20 @@ class Engine:
             raise ValueError("prompt_ids is empty: a prompt needs at least one token, such as the tokenizer's bos")
         checks.length(self.host, ids.numel(), 0, "response")
         captured = ids.numel() - 1
-        segments, first_live = self._segments(captured)
-        store = PageStore(self.host.device, self.tier, self.page_dir, self.tier_bytes)
-        chain = self.host.new_chain(store, first_live)
-        state = ResidentState(ids, chain, store, first_live, self.host.parameter_version())
+        constant = {"full": 0, "none": captured}.get(str(self.prompt_grad))
+        if constant is None:
+            constant = max(0, captured + 1 - int(self.prompt_grad))
+        segments = cut_prompt(captured, self.segment_tokens, constant)
+        grad_from = sum(tokens.stop <= constant for tokens in segments)
+        store = PageStore(self.host.device, self.tier, self.page_dir, self.tier_bytes, self.context)
+        chain = self.host.new_chain(store, grad_from)
+        state = ResidentState(ids, chain, store, grad_from, self.host.parameter_version())
         state.backbone = weakref.ref(self.host.backbone)
-        state.graphs = graphs = SegmentGraphs(self.retain_graph_bytes, first_live, len(segments))
+        state.kept = KeptGraphs(self.retain_graph_bytes, self.context)
         try:
             with self.meter.phase("capture"), self.host.running():
-                for index, segment in enumerate(segments):
-                    piece_ids = self._piece_ids(state, segment)
-                    if graphs.builds(index):
-                        with saved_bytes(list(self.host.model.parameters())) as saved:
-                            graph = build(self.host, chain, index, piece_ids, output_read=False)
-                        graphs.built(index, graph, saved.nbytes)
-                        cache = graph.cache
-                    else:
-                        cache = chain.enter(index, output_read=False)
-                        self.host.forward(piece_ids, segment.start, cache)
-                    chain.commit(cache, segment.stop - segment.start)
-                    if index == 0 and chain.carried and first_live < len(segments):
-                        state.checkpoint_stride = self._thin_out(chain, len(segments) - first_live)
-                    self._progress("capture", segment.stop, captured)
+                on_tokens = lambda done: self._progress("capture", done, captured)  # noqa: E731
+                capture(self.host, state, segments, self.boundary_bytes, on_tokens)
         except BaseException:
             state.release()
             raise
@@ -166,10 +135,9 @@ class Engine:
         self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """As `score`, and the entropy of the distribution that each token is from, in nats, [R_i] each."""
-        temperature = checks.temperature(temperature)
-        bundles, ids = self._bundles(state, responses)
-        with self.meter.phase("score"), self.host.running():
-            return self._score(state, bundles, ids, temperature, KeptBundles())
+        ids, bundles, options = self._branches(state, responses, temperature)
+        with self.meter.phase("score"), self.host.running(), torch.no_grad():
+            return step.score(self.host, state, ids, bundles, options, None)
 
     def sample(
         self,
@@ -196,10 +164,11 @@ class Engine:
         Raises:
             ValueError: an argument is out of range, or the prompt and `max_new_tokens` exceed the model's range.
         """
-        self._refuse_foreign(state)
-        how = Sampling(
-            num, max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, self._stops(stop_ids)
-        )
+        checks.state(self.host, state)
+        if stop_ids is None:
+            stop_ids = default_stops(self.host)
+        stops = (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
+        how = Sampling(num, max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stops)
         checks.length(self.host, len(state), max_new_tokens, "max_new_tokens")
         with self.meter.phase("sample"), self.host.running():
             return sample(self.host, state, how, lambda done, total: self._progress("sample", done, total))
@@ -226,35 +195,80 @@ class Engine:
             ValueError: bad ids, no trainable parameter, or an objective without a scalar or a gradient.
             FloatingPointError: the loss or its gradient is not finite. `.grad` is as before, as after any exception.
         """
-        temperature = checks.temperature(temperature)
-        parameters = [p for _, p in self.host.trainable()]
-        if not parameters:
-            raise ValueError("the model has no trainable parameter: unfreeze some, or attach an adapter with PEFT")
-        bundles, ids = self._bundles(state, responses)
-        self.meter.phases.clear()
-        chain = state.chain
-        kept = KeptBundles()
+        scored = self.score_for(state, responses, temperature)
         try:
-            with self.host.running(), GradientTransaction(parameters) as gradients:
-                if self.is_stale(state):
-                    state.graphs = SegmentGraphs(0, 0, 0)  # built with parameters that are no more
-                with self.meter.phase("score"):
-                    kept = KeptBundles(state.graphs.left)
-                    logps, entropies = self._score(state, bundles, ids, temperature, kept)
-                loss, cotangents = self._evaluate(state, objective, logps)
-                with self.meter.phase("replay"):
-                    self._replay(state, bundles, cotangents, temperature, kept)
-                response_side = gradients.copies() if keep_response_side else None
-                with self.meter.phase("sweep"):
-                    if any(bool(c.any()) for c in cotangents):
-                        self._sweep(state)
+            loss, cotangents = step.evaluate(objective, scored.logps)
+            checks.finite(state, cotangents, loss)
+            response_side = self.pull_back(scored, cotangents, keep_response_side=keep_response_side)
+        finally:
+            scored.release()
+        logps = [leaf.detach() for leaf in scored.logps]
+        return Outcome(loss, logps, cotangents, scored.entropies, dict(self.meter.phases), response_side)
+
+    def score_for(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> Scored:
+        """Scores the responses for a gradient: their log-probabilities are leaves of any loss in between.
+
+        `backward` is this, an objective, and `pull_back`. Only one pullback may follow, under the same parameters.
+
+        Raises:
+            ValueError: bad ids, or no trainable parameter.
+        """
+        ids, bundles, options = self._branches(state, responses, temperature)
+        self._parameters()
+        self.meter.phases.clear()
+        if self.context.agree(self.is_stale(state)):
+            state.kept.release()  # built with parameters that are no more
+        kept = KeptGraphs(state.kept.left, self.context)
+        try:
+            with self.meter.phase("score"), self.host.running(), torch.no_grad():
+                logps, entropies = step.score(self.host, state, ids, bundles, options, kept)
         except BaseException:
             kept.release()
-            chain.drop_cotangents()
-            for index in range(chain.num_pieces):
-                chain.forget_start(index)
             raise
-        return Outcome(loss, logps, cotangents, entropies, dict(self.meter.phases), response_side)
+        leaves = [logp.requires_grad_() for logp in logps]
+        return Scored(state, leaves, entropies, bundles, options, kept, self.host.parameter_version())
+
+    def pull_back(
+        self,
+        scored: Scored,
+        cotangents: Sequence[torch.Tensor | None] | None = None,
+        *,
+        keep_response_side: bool = False,
+    ) -> list[torch.Tensor | None] | None:
+        """Adds to `.grad` of every trainable parameter what a loss of the scored log-probabilities has there.
+
+        Args:
+            scored: used up, whatever happens.
+            cotangents: the loss's gradient with respect to each response's log-probabilities, [R_i] each, None for
+                zero; by default what a backward pass has left in `scored.logps[i].grad`.
+            keep_response_side: return a copy of the gradient before the sweep adds the prompt's side: see `Outcome`.
+
+        Raises:
+            ValueError: it was used before, parameters have changed since, or cotangents do not fit.
+            FloatingPointError: a cotangent is not finite. `.grad` is as before, as after any exception.
+        """
+        state, parameters = scored.state, self._parameters()
+        checks.state(self.host, state)
+        checks.scored(scored, self.host.parameter_version())
+        given = [leaf.grad for leaf in scored.logps] if cotangents is None else cotangents
+        wanted = checks.cotangents(scored.logps, given)
+        checks.finite(state, wanted)
+        try:
+            with self.host.running(), GradientTransaction(parameters) as gradients:
+                with self.meter.phase("replay"):
+                    reached = self._replay(scored, wanted)
+                response_side = gradients.copies() if keep_response_side else None
+                with self.meter.phase("sweep"):
+                    if reached:
+                        self._sweep(state, scored.options)
+        except BaseException:
+            state.chain.drop_cotangents()
+            for index in range(state.chain.num_pieces):
+                state.chain.forget_start(index)
+            raise
+        finally:
+            scored.release()
+        return response_side
 
     def is_stale(self, state: ResidentState) -> bool:
         """Whether a parameter has changed since the state was captured."""
@@ -266,14 +280,14 @@ class Engine:
         Args:
             num_segments: random segments to recompute; each costs its share of a capture.
         """
-        self._refuse_foreign(state)
+        checks.state(self.host, state)
         checks.positive("num_segments", num_segments, "segments")
         with self.meter.phase("probe"), self.host.running():
             return probe(self.host, state, num_segments, seed)
 
     def reduce_gradients(self) -> None:
         """Completes `.grad` over the mesh: once a step, after the last `backward`. Without a mesh: nothing to do."""
-        self.mesh.sum_gradients([p for _, p in self.host.trainable()])
+        self.mesh.sum_gradients(self.host.parameters())
 
     def reduce(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Sums over the mesh, in place, what belongs to gradients, such as `Outcome.response_side`.
@@ -286,7 +300,7 @@ class Engine:
         Raises:
             ValueError: not as many entries as trainable parameters.
         """
-        parameters = [p for _, p in self.host.trainable()]
+        parameters = self.host.parameters()
         if len(tensors) != len(parameters):
             raise ValueError(
                 f"{len(tensors)} tensors for {len(parameters)} trainable parameters: give one for each, in the order "
@@ -300,151 +314,46 @@ class Engine:
             self.mesh.sum(tensor)
         return sums
 
-    def _segments(self, captured: int) -> tuple[list[slice], int]:
-        """Segments of the captured tokens, cut where gradients begin, and the first that they flow into."""
-        if self.prompt_grad == "full":
-            constant = 0
-        elif self.prompt_grad == "none":
-            constant = captured
-        else:
-            constant = max(0, captured + 1 - int(self.prompt_grad))
-        segments = []
-        for first, last in ((0, constant), (constant, captured)):
-            segments += [
-                slice(start, min(start + self.segment_tokens, last))
-                for start in range(first, last, self.segment_tokens)
-            ]
-        return segments, sum(segment.stop <= constant for segment in segments)
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        parameters = self.host.parameters()
+        if not parameters:
+            raise ValueError("the model has no trainable parameter: unfreeze some, or attach an adapter with PEFT")
+        return parameters
 
-    def _bundles(
-        self, state: ResidentState, responses: Sequence[Any]
-    ) -> tuple[list[branches.Bundle], list[torch.Tensor]]:
-        self._refuse_foreign(state)
+    def _branches(
+        self, state: ResidentState, responses: Sequence[Any], temperature: float
+    ) -> tuple[list[torch.Tensor], list[Bundle], HeadOptions]:
+        checks.state(self.host, state)
+        options = HeadOptions(checks.temperature(temperature), self.chunk)
         ids = checks.responses(responses, self.host.vocab_size)
         checks.length(self.host, len(state), max(r.numel() for r in ids), "response")
-        return branches.pack(int(state.prompt_ids[-1]), ids, self.block_tokens, self.host.device), ids
+        return ids, pack(state.prompt_ids, ids, self.block_tokens, self.host.device), options
 
-    def _score(
-        self,
-        state: ResidentState,
-        bundles: list[branches.Bundle],
-        ids: list[torch.Tensor],
-        temperature: float,
-        kept: KeptBundles,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        wide = wide_dtype(next(self.host.head.parameters()).dtype)
-        logps = [torch.zeros(r.numel(), dtype=wide, device=self.host.device) for r in ids]
-        entropies = [torch.zeros_like(logp) for logp in logps]
-        for place, bundle in enumerate(bundles):
-            scored = kept.score(self.host, state, place, bundle, temperature, self.chunk)
-            for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
-                for found, scored_BT in zip((logps, entropies), scored):
-                    found[member] = scored_BT[row, :num_tokens].to(wide)
-        return logps, entropies
-
-    def _evaluate(
-        self, state: ResidentState, objective: Objective, logps: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        leaves = [logp.clone().requires_grad_() for logp in logps]
-        with torch.enable_grad():
-            loss = objective(leaves)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"objective has to return a scalar tensor, got {found}: sum or average its terms")
-        if loss.grad_fn is None and not any(loss is leaf for leaf in leaves):
-            raise ValueError(
-                "objective returned a value without a gradient: compute it from the log-probabilities it is given, "
-                "without .detach(), .item() or torch.no_grad()"
-            )
-        with torch.enable_grad():  # the caller may be under torch.no_grad
-            found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
-        if all(g is None for g in found):
-            raise ValueError("objective returned a value that depends on none of the log-probabilities it was given")
-        cotangents = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found)]
-        loss = loss.detach().reshape(())
-        if not torch.isfinite(loss) or not all(torch.isfinite(c).all() for c in cotangents):
-            start = state.prompt_ids[:8].tolist()
-            raise FloatingPointError(
-                f"the loss ({float(loss)}) or its gradient is not finite for the prompt of {len(state)} tokens that "
-                f"starts with ids {start}; nothing was added to .grad. Look at its responses' log-probabilities and "
-                "advantages, or lower the learning rate"
-            )
-        return loss, cotangents
-
-    def _replay(
-        self,
-        state: ResidentState,
-        bundles: list[branches.Bundle],
-        cotangents: list[torch.Tensor],
-        temperature: float,
-        kept: KeptBundles,
-    ) -> None:
-        total = sum(sum(bundle.lengths) for bundle in bundles)
-        done = 0
-        for place, bundle in enumerate(bundles):
-            padded_BT = torch.zeros(bundle.targets_BT.shape, dtype=cotangents[0].dtype, device=self.host.device)
-            for row, (member, num_tokens) in enumerate(zip(bundle.members, bundle.lengths)):
-                padded_BT[row, :num_tokens] = cotangents[member]
-            has_gradient = bool(padded_BT.any())
-            branch = kept.take(place)
-            if has_gradient:
-                branches.replay(self.host, state, bundle, padded_BT, temperature, self.chunk, branch)
-            elif branch is not None:
-                branch.release()
+    def _replay(self, scored: Scored, cotangents: list[torch.Tensor]) -> bool:
+        """Returns whether any response had a gradient to pull back."""
+        total = sum(sum(bundle.lengths) for bundle in scored.bundles)
+        done, reached = 0, False
+        for place, bundle in enumerate(scored.bundles):
+            kept = scored.kept.take(place)
+            padded_BT = bundle.padded(cotangents)
+            if self.context.agree(bool(padded_BT.any())):
+                branches.replay(self.host, scored.state, bundle, padded_BT, scored.options, kept)
+                reached = True
+            elif kept is not None:
+                kept.release()
             done += sum(bundle.lengths)
             self._progress("replay", done, total)
+        return reached
 
-    def _sweep(self, state: ResidentState) -> None:
-        chain: Chain = state.chain
-        for index in reversed(range(state.first_live, chain.num_pieces)):
-            segment = slice(chain.starts[index], chain.starts[index + 1])
-            graph = state.graphs.take(index)
-            if graph is None:
-                self._restore_start(state, index)
-            pull_back(self.host, chain, index, self._piece_ids(state, segment), kept=graph)
-            chain.forget_start(index)
-            self._progress("sweep", chain.stop - segment.start, chain.stop - chain.starts[state.first_live])
-
-    @torch.no_grad()
-    def _restore_start(self, state: ResidentState, index: int) -> None:
-        """Has the state before segment `index` at hand, recomputed from the nearest that was kept."""
+    def _sweep(self, state: ResidentState, options: HeadOptions) -> None:
         chain = state.chain
-        for before in range(chain.nearest_start(index), index):
-            cache = chain.enter(before, output_read=False)
-            segment = slice(chain.starts[before], chain.starts[before + 1])
-            self.host.forward(self._piece_ids(state, segment), segment.start, cache)
-            chain.restore(before, cache)
-
-    def _thin_out(self, chain: Chain, num_pieces: int) -> int:
-        if self.checkpoint_bytes is None:
-            return 1
-        stride, needed = chain.thin_out(self.checkpoint_bytes, num_pieces)
-        if needed > self.checkpoint_bytes:
-            warnings.warn(
-                f"checkpoint_bytes={self.checkpoint_bytes:,} holds too few states at segment boundaries for a prompt "
-                f"of {num_pieces} segments: the sweep needs {needed:,} bytes at the least and takes them. Raise "
-                "checkpoint_bytes, or segment_tokens, so that there are fewer boundaries",
-                stacklevel=4,
-            )
-        return stride
-
-    def _piece_ids(self, state: ResidentState, segment: slice) -> torch.Tensor:
-        return state.prompt_ids[None, segment].to(self.host.device)
-
-    def _stops(self, stop_ids: Collection[int] | int | None) -> tuple[int, ...]:
-        if stop_ids is None:
-            generation = getattr(self.host.model, "generation_config", None)
-            stop_ids = getattr(generation, "eos_token_id", None)
-            stop_ids = getattr(self.host.config, "eos_token_id", None) if stop_ids is None else stop_ids
-        if stop_ids is None:
-            return ()
-        return (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
-
-    def _refuse_foreign(self, state: ResidentState) -> None:
-        if state.released:
-            raise ValueError("this state was released: capture the prompt again")
-        if state.backbone() is not self.host.backbone:
-            raise ValueError(
-                "this state was captured with another model, whose keys and values it holds: capture the prompt with "
-                "this engine, as every model (policy, reference) needs a state of its own"
-            )
+        first = chain.starts[state.grad_from]
+        for index in reversed(range(state.grad_from, chain.num_pieces)):
+            kept = state.kept.take(index)
+            if kept is None:
+                restore_start(self.host, state, index)
+            graph = kept.hand_over() if kept else None
+            run.backward(self.host, chain, index, segment(self.host, state, index), options, kept=graph)
+            del graph
+            chain.forget_start(index)
+            self._progress("sweep", chain.stop - chain.starts[index], chain.stop - first)

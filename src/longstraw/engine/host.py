@@ -11,8 +11,8 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.cache_utils import Cache
 
-from longstraw.engine.checkpointing import checkpointed_layers
-from longstraw.models import family_of
+from longstraw.engine.recompute import recomputed_layers
+from longstraw.models import adapted, family_of
 from longstraw.pages import PageStore
 from longstraw.state.chain import Chain
 from longstraw.state.layer import PieceComplete
@@ -23,15 +23,15 @@ class ModelHost:
 
     Args:
         model: the causal LM.
-        checkpoint_layers: see `checkpointing`.
+        recompute_layers: see `recompute`.
 
     Raises:
         ValueError: no adapter serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
     """
 
-    def __init__(self, model: Any, checkpoint_layers: bool = False) -> None:
+    def __init__(self, model: Any, recompute_layers: bool = False) -> None:
         self.model = model
-        self.checkpoint_layers = checkpoint_layers
+        self.recompute_layers = recompute_layers
         causal_lm = model
         if hasattr(model, "peft_config"):
             kinds = {config.peft_type for config in model.peft_config.values() if config.is_prompt_learning}
@@ -59,7 +59,7 @@ class ModelHost:
                 "the text model alone with AutoModelForCausalLM, or add its layout in longstraw/models"
             )
         self.config = text_config
-        self.kinds = self.family.layer_kinds(text_config)
+        self.layers = self.family.layers(text_config)
         self._report_without_gradient()
         rope = getattr(text_config, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -89,13 +89,16 @@ class ModelHost:
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for _, p in self.trainable()]
+
     def parameter_version(self) -> int:
         """A number that changes with the parameters: written in place, replaced, frozen, or another adapter's turn."""
         active = getattr(self.model, "active_adapters", ()) if hasattr(self.model, "peft_config") else ()
         return hash((tuple(active), *((p.data_ptr(), p._version, p.requires_grad) for p in self.model.parameters())))
 
-    def new_chain(self, store: PageStore, first_live: int) -> Chain:
-        return Chain([kind(store, first_live) for kind in self.kinds])
+    def new_chain(self, store: PageStore, grad_from: int) -> Chain:
+        return Chain([layer.chain(store, grad_from) for layer in self.layers])
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -113,8 +116,8 @@ class ModelHost:
                 module.training = False
             for module in repacking:
                 module.support_avx512bf16_for_cpu = False
-            layers = checkpointed_layers(self.backbone) if self.checkpoint_layers else nullcontext()
-            with self.family.adapted(self.backbone), layers:
+            recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
+            with adapted(self.backbone, self.layers), recomputed:
                 yield
         finally:
             for module in training:

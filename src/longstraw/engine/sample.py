@@ -11,7 +11,9 @@ from typing import Literal
 
 import torch
 
+from longstraw.engine import run
 from longstraw.engine.host import ModelHost
+from longstraw.engine.piece import Piece
 from longstraw.objective import logprobs
 from longstraw.precision import wide_dtype
 from longstraw.state.chain import select_rows
@@ -89,9 +91,7 @@ def sample(
     seen_BV = _seen(state, how, host.vocab_size, device)
     stop_ids = torch.tensor(sorted(how.stop_ids), dtype=torch.long)
     for step in range(how.max_new_tokens):
-        hidden_B1E = host.forward(inputs_B1, state.chain.stop + step, cache)
-        assert hidden_B1E is not None
-        logits_BV = host.head(hidden_B1E[:, 0])
+        logits_BV = run.decode(host, cache, Piece(inputs_B1, state.chain.stop + step))
         if logits_BV.isnan().any():
             raise FloatingPointError(
                 f"logits at token {step} of a response to the prompt of {len(state)} tokens are not numbers: "
@@ -158,6 +158,13 @@ def draw(
     cumulative = logits.softmax(-1).cumsum(-1)
     target = uniforms_B[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def default_stops(host: ModelHost) -> tuple[int, ...]:
+    """The model's end-of-sequence ids; none where it names none."""
+    found = getattr(getattr(host.model, "generation_config", None), "eos_token_id", None)
+    found = getattr(host.config, "eos_token_id", None) if found is None else found
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
 def _whole(value: object) -> bool:

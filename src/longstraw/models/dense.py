@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from longstraw.models.family import Family, LayerKind, register
-from longstraw.state.paged import PagedChain
+from longstraw.models.family import Family, Layer, register
+from longstraw.state.kv import KVChain
 from longstraw.state.window import WindowChain
 
 
-def layer_kinds(config: Any) -> list[LayerKind]:
+def layers(config: Any) -> list[Layer]:
     """K/V of all tokens, or of the window where a layer has one.
 
     Raises:
@@ -20,19 +20,19 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # Mistral: one window for all layers, or none
         kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    return [_kind(kind, window) for kind in kinds]
+    return [_layer(kind, window) for kind in kinds]
 
 
-def _kind(kind: str, window: int | None) -> LayerKind:
+def _layer(kind: str, window: int | None) -> Layer:
     if kind == "sliding_attention" and window is not None:
-        return partial(_window, window)
+        return Layer(partial(_window, window))
     if kind in ("full_attention", "sliding_attention"):
-        return PagedChain
+        return Layer(KVChain)
     raise ValueError(f"no adapter serves a layer of kind {kind!r} in this family")
 
 
-def _window(size: int, store: Any, first_live: int) -> WindowChain:
-    return WindowChain(store, size, first_live)
+def _window(size: int, store: Any, grad_from: int) -> WindowChain:
+    return WindowChain(store, size, grad_from)
 
 
-register(Family(model_types=("llama", "qwen2", "qwen3", "mistral"), layer_kinds=layer_kinds))
+register(Family(model_types=("llama", "qwen2", "qwen3", "mistral"), layers=layers))

@@ -6,11 +6,12 @@ A family is added by one file in this package that calls `register`.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,20 +20,24 @@ from longstraw.attention import interface
 from longstraw.pages import PageStore
 from longstraw.state.layer import LayerChain
 
-LayerKind = Callable[[PageStore, int], LayerChain]
-"""Makes one layer's chain: (store, first_live) -> LayerChain."""
+ChainFactory = Callable[[PageStore, int], LayerChain]
+"""Makes one layer's chain: (store, grad_from) -> LayerChain."""
 
 
-@contextmanager
-def attention_through_pages(backbone: torch.nn.Module) -> Iterator[None]:
-    """Has the model call `longstraw.attention.interface` while the context lasts."""
-    config: Any = backbone.config
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = interface.NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer, as the engine runs it.
+
+    Attributes:
+        chain: makes the chain of its state.
+        forward: replaces the forward of its token mixer while the engine runs; None where the stock one serves. It
+            takes the stock one's arguments and returns its results.
+        mixer: the attribute of the decoder layer that has the token mixer.
+    """
+
+    chain: ChainFactory
+    forward: Callable[..., Any] | None = None
+    mixer: str = "self_attn"
 
 
 def _plain_language_model(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -49,17 +54,41 @@ class Family:
 
     Attributes:
         model_types: `model_type` of the configs it serves.
-        layer_kinds: from a text config to the state kind of every layer.
-        parts: from the causal LM to (backbone, head): ids to hidden states, hidden states to logits.
-        adapted: a context in which the backbone runs on the engine's caches; it restores the model on leaving.
+        layers: from a text config to its decoder layers.
+        parts: from the causal LM to (backbone, head): ids to hidden states, hidden states to logits. The backbone has
+            its decoder layers in `.layers`.
         without_gradient: from the backbone to the names of parameters that never get a gradient.
     """
 
     model_types: tuple[str, ...]
-    layer_kinds: Callable[[Any], list[LayerKind]]
+    layers: Callable[[Any], list[Layer]]
     parts: Callable[[Any], tuple[torch.nn.Module, torch.nn.Module]] = _plain_language_model
-    adapted: Callable[[torch.nn.Module], AbstractContextManager[None]] = attention_through_pages
     without_gradient: Callable[[torch.nn.Module], list[str]] = _no_names
+
+
+@contextmanager
+def adapted(backbone: Any, layers: Sequence[Layer]) -> Iterator[None]:
+    """While the context lasts, the backbone calls `attention.interface` and runs its layers' own forwards."""
+    with ExitStack() as stack:
+        config = backbone.config
+        stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
+        config._attn_implementation_internal = interface.NAME
+        for module, layer in zip(backbone.layers, layers, strict=True):
+            if layer.forward is not None:
+                stack.enter_context(_replaced_forward(getattr(module, layer.mixer), layer.forward))
+        yield
+
+
+@contextmanager
+def _replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.forward = MethodType(forward, module)
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 _FAMILIES: dict[str, Family] = {}

@@ -11,22 +11,20 @@ Shapes: B rows, T tokens, H heads, D head size without position, R rotary size, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 
 from longstraw.attention import indexer, latent, sparse
-from longstraw.models.family import Family, LayerKind, attention_through_pages, register
+from longstraw.attention.scores import Scores
+from longstraw.models.family import Family, Layer, register
 from longstraw.precision import wide_dtype
-from longstraw.state.latent import LatentChain, LiveLatent
+from longstraw.state.latent import LatentChain, LatentPiece
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-def layer_kinds(config: Any) -> list[LayerKind]:
+def layers(config: Any) -> list[Layer]:
     """Latents in every layer; what a layer's indexer adds follows from what it writes.
 
     Raises:
@@ -34,7 +32,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     """
     if (getattr(config, "indexer_types", None) or ["full"])[0] == "shared":
         raise ValueError('indexer_types starts with "shared": the first layer needs an indexer of its own ("full")')
-    return [LatentChain] * config.num_hidden_layers
+    return [Layer(LatentChain, forward)] * config.num_hidden_layers
 
 
 def indexer_parameters(backbone: torch.nn.Module) -> list[str]:
@@ -42,35 +40,7 @@ def indexer_parameters(backbone: torch.nn.Module) -> list[str]:
     return [name for name, _ in backbone.named_parameters() if ".indexer." in name]
 
 
-@contextmanager
-def adapted(backbone: torch.nn.Module) -> Iterator[None]:
-    """Every attention module's forward is the engine's while the context lasts.
-
-    Raises:
-        ValueError: an expansion with a bias: it is not a matrix.
-    """
-    layers: Any = backbone.layers
-    with ExitStack() as stack:
-        stack.enter_context(attention_through_pages(backbone))  # so that no mask is made
-        for layer in layers:
-            _refuse_bias(layer.self_attn.kv_b_proj)
-            stack.enter_context(_replaced_forward(layer.self_attn))
-        yield
-
-
-@contextmanager
-def _replaced_forward(module: torch.nn.Module) -> Iterator[None]:
-    own = module.__dict__.get("forward")
-    module.forward = MethodType(_forward, module)
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
-
-
-def _forward(
+def forward(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: Tensors,
@@ -79,7 +49,7 @@ def _forward(
     **_: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """The stock attention's arguments and results; chosen positions travel on to the layers that share them."""
-    live: LiveLatent = cache.layers[self.layer_idx]
+    piece: LatentPiece = cache.layers[self.layer_idx]
     residual = None
     if self.q_lora_rank is None:
         q = self.q_proj(hidden_states)
@@ -95,27 +65,27 @@ def _forward(
 
     chooser = getattr(self, "indexer", None)
     if chooser is None:
-        live.write(latents_BTE, None)
+        held_BSE, keys_BSD = piece.write(latents_BTE, None)
         chosen_BTK = prev_topk_indices
     else:
         query_BTHD, weights_BTH, keys_BTD = _index(self, hidden_states, residual, position_embeddings)
-        live.write(latents_BTE, keys_BTD)
-        assert live.index_keys is not None
-        chosen_BTK = live.chosen
+        held_BSE, keys_BSD = piece.write(latents_BTE, keys_BTD)
+        assert keys_BSD is not None
+        chosen_BTK = piece.chosen
         if chosen_BTK is None:
-            chosen_BTK = indexer.choose(query_BTHD, weights_BTH, live.index_keys, live.index_prefix, chooser.index_topk)
+            chosen_BTK = indexer.choose(query_BTHD, weights_BTH, keys_BSD, piece.index_prefix, chooser.index_topk)
         if torch.is_grad_enabled():  # the layer may be computed once more, for its backward pass
-            live.chosen = chosen_BTK
+            piece.chosen = chosen_BTK
 
-    w_k_HDC, w_v_HVC = live.weights or _expansion(self, hidden_states.dtype)
-    if live.decodes:
-        live.weights = (w_k_HDC, w_v_HVC)
-    assert live.latents is not None
-    inputs = (q_BTHD, q_BTHR, w_k_HDC, w_v_HVC, live.latents)
+    w_k_HDC, w_v_HVC = piece.weights or _expansion(self, hidden_states.dtype)
+    if piece.grows:
+        piece.weights = (w_k_HDC, w_v_HVC)
+    inputs = (q_BTHD, q_BTHR, w_k_HDC, w_v_HVC, held_BSE)
+    scores = Scores(self.scaling)
     if chosen_BTK is not None:
-        out_BTHV = sparse.attend(*inputs, chosen_BTK, live.prefix, self.scaling)
+        out_BTHV = sparse.attend(*inputs, chosen_BTK, piece.prefix, scores)
     else:
-        out_BTHV = (latent.decode if live.decodes else latent.attend)(*inputs, live.prefix, self.scaling)
+        out_BTHV = (latent.decode if piece.grows else latent.attend)(*inputs, piece.prefix, scores)
     out = self.o_proj(out_BTHV.flatten(2))
     return (out, None, chosen_BTK) if hasattr(self, "skip_topk") else (out, None)
 
@@ -149,6 +119,7 @@ def _expansion(attention: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     layer returns is widened first: a small adapter would drown in the rounding of bfloat16 weights.
     """
     linear = attention.kv_b_proj
+    _refuse_bias(linear)
     base = getattr(linear, "base_layer", linear)
     wide = wide_dtype(dtype)
     widened = base.register_forward_hook(lambda module, inputs, output: output.to(wide))
@@ -171,8 +142,7 @@ _INTERLEAVED_INDEXER = ("glm_moe_dsa",)  # DeepSeek-V3.2 rotates its index keys 
 register(
     Family(
         model_types=("glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        layer_kinds=layer_kinds,
-        adapted=adapted,
+        layers=layers,
         without_gradient=indexer_parameters,
     )
 )

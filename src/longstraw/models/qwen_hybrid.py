@@ -6,23 +6,23 @@ from typing import Any
 
 import torch
 
-from longstraw.models.family import Family, LayerKind, register
-from longstraw.state.paged import PagedChain
+from longstraw.models.family import Family, Layer, register
+from longstraw.state.kv import KVChain
 from longstraw.state.recurrent import RecurrentChain
 
-_KINDS: dict[str, LayerKind] = {"full_attention": PagedChain, "linear_attention": RecurrentChain}
+_LAYERS = {"full_attention": Layer(KVChain), "linear_attention": Layer(RecurrentChain)}
 
 
-def layer_kinds(config: Any) -> list[LayerKind]:
+def layers(config: Any) -> list[Layer]:
     """K/V pages in attention layers, convolution and recurrent state in the others.
 
     Raises:
         ValueError: a layer of another kind.
     """
-    unknown = set(config.layer_types) - set(_KINDS)
+    unknown = set(config.layer_types) - set(_LAYERS)
     if unknown:
         raise ValueError(f"no adapter serves layers of kind {sorted(unknown)} in this family")
-    return [_KINDS[kind] for kind in config.layer_types]
+    return [_LAYERS[kind] for kind in config.layer_types]
 
 
 def parts(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -33,7 +33,7 @@ def parts(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
 register(
     Family(
         model_types=("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        layer_kinds=layer_kinds,
+        layers=layers,
         parts=parts,
     )
 )

@@ -71,7 +71,7 @@ def score(
     return torch.cat(logps), torch.cat(spreads)
 
 
-def pull_back(
+def hidden_gradient(
     head: Head,
     hidden_NE: torch.Tensor,
     targets_N: torch.Tensor,

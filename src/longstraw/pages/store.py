@@ -13,6 +13,7 @@ import torch
 from longstraw.pages.arena import Arena, Block
 from longstraw.pages.disk import DiskFile, DiskFolder
 from longstraw.pages.table import Page, PageTable, Tier
+from longstraw.parallel.context import ALONE, Context
 from longstraw.precision import wide_dtype
 
 Tensors = tuple[torch.Tensor, ...]
@@ -49,6 +50,7 @@ class PageStore:
         device: where pages are used.
         tier: where they rest: "device", "host" (pinned when the device is a GPU) or "disk".
         page_dir: parent directory of the disk tier's private directory; None is the system's temporary directory.
+        context: who else holds pages of the prompt.
         budgets: bytes by tier. A page that does not fit on `tier` rests on the next one down that has room. Every pass
             reads all pages in a circle, so pages that stay where they are serve it better than any that trade places.
     """
@@ -59,8 +61,10 @@ class PageStore:
         tier: str | Tier = Tier.DEVICE,
         page_dir: str | os.PathLike[str] | None = None,
         budgets: Mapping[str, int] | None = None,
+        context: Context = ALONE,
     ) -> None:
         self.device = torch.device(device)
+        self.context = context
         self.tier = Tier(tier)
         self.table = PageTable()
         self._page_dir = page_dir

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from longstraw.pages import Page, PageStore
-from longstraw.state.layer import LayerChain, LiveLayer
+from longstraw.state.layer import LayerChain, PieceLayer
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class LiveCarried(LiveLayer):
-    """A live layer of `rows` rows whose state is carried: `start` (as many rows, or one for all) becomes `end`."""
+class CarriedPiece(PieceLayer):
+    """A piece layer of `rows` rows whose state is carried: `start` (as many rows, or one for all) becomes `end`."""
 
     def __init__(self, start: Tensors | None, rows: int) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class CarriedChain(LayerChain):
     Args:
         store: where the states at piece boundaries go.
         kind: their kind in the accounting.
-        first_live: the state before this piece is a constant to every gradient, and so is every earlier one; of the
+        grad_from: the state before this piece is a constant to every gradient, and so is every earlier one; of the
             states at piece boundaries only later ones are kept (every `stride`-th of them), and the last two.
         parent: the chain at whose end this one starts.
     """
 
-    def __init__(self, store: PageStore, kind: str, first_live: int = 0, parent: CarriedChain | None = None) -> None:
+    def __init__(self, store: PageStore, kind: str, grad_from: int = 0, parent: CarriedChain | None = None) -> None:
         self.store = store
         self.kind = kind
-        self.first_live = first_live
+        self.grad_from = grad_from
         self.parent = parent
         self.num_pieces = 0
         self.stride = 1
@@ -63,8 +63,8 @@ class CarriedChain(LayerChain):
         self._cotangents: dict[int, Tensors] = {}
 
     @abstractmethod
-    def live(self, start: Tensors | None, rows: int) -> Any:
-        """A live layer of `rows` rows that starts from `start` (as many rows, or one for all; None: no token yet)."""
+    def piece(self, start: Tensors | None, rows: int) -> Any:
+        """A piece layer of `rows` rows that starts from `start` (as many rows, or one for all; None: no token yet)."""
 
     def start_of(self, index: int) -> Tensors | None:
         if index == 0:
@@ -77,7 +77,7 @@ class CarriedChain(LayerChain):
         """Whether the state before piece `index` is a constant to every gradient."""
         if index == 0 and self.parent is not None:
             return self.parent.constant_at(self.parent.num_pieces)
-        return index <= self.first_live
+        return index <= self.grad_from
 
     def enter(self, index: int, rows: int, graph: bool) -> Any:
         start = self.start_of(index)
@@ -85,13 +85,13 @@ class CarriedChain(LayerChain):
             if index and not self._keeps(index):  # a graph that is kept outlives this page
                 start = tuple(t.clone() for t in start)
             start = tuple(t.detach().requires_grad_() for t in start)
-        return self.live(start, rows)
+        return self.piece(start, rows)
 
-    def commit(self, index: int, live: LiveCarried, start: int) -> None:
+    def commit(self, index: int, piece: CarriedPiece, start: int) -> None:
         if index != self.num_pieces:
             raise RuntimeError(f"piece {index} is committed after {self.num_pieces} pieces")
-        assert live.end is not None
-        self._put(index + 1, start, live.end)
+        assert piece.end is not None
+        self._put(index + 1, start, piece.end)
         self.num_pieces += 1
         self.forget(index - 1)  # the last piece keeps both its ends
 
@@ -99,10 +99,10 @@ class CarriedChain(LayerChain):
         """Whether the state before piece `index` is at hand."""
         return index == 0 or index in self._states
 
-    def restore(self, index: int, live: LiveCarried, start: int) -> None:
+    def restore(self, index: int, piece: CarriedPiece, start: int) -> None:
         if index + 1 not in self._states:
-            assert live.end is not None
-            self._put(index + 1, start, live.end)
+            assert piece.end is not None
+            self._put(index + 1, start, piece.end)
 
     def stored(self, index: int) -> Tensors:
         return self.store.fetch(self._states[index + 1])
@@ -120,17 +120,19 @@ class CarriedChain(LayerChain):
         if index in self._states and not self._keeps(index) and index < self.num_pieces - 1:
             self.store.free(self._states.pop(index))
 
-    def outputs(self, index: int, live: LiveCarried) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def outputs(self, index: int, piece: CarriedPiece) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert piece.end is not None
         cotangents = self._cotangents.pop(index + 1, None)
-        if cotangents is None:
+        if not self.store.context.agree(cotangents is not None):
             return []
-        assert live.end is not None
-        return [(end, c.to(end.dtype)) for end, c in zip(live.end, cotangents) if end.requires_grad]
+        if cotangents is None:  # but other ranks have some, and their graphs wait for this one's
+            cotangents = tuple(torch.zeros_like(end) for end in piece.end)
+        return [(end, c.to(end.dtype)) for end, c in zip(piece.end, cotangents) if end.requires_grad]
 
-    def settle(self, index: int, live: LiveCarried) -> None:
-        if live.start is None or not live.start[0].requires_grad:
+    def settle(self, index: int, piece: CarriedPiece) -> None:
+        if piece.start is None or not piece.start[0].requires_grad:
             return
-        gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.start)
+        gradients = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in piece.start)
         if index == 0 and self.parent is not None:
             self.parent.add_cotangent(self.parent.num_pieces, gradients)
         else:
@@ -146,13 +148,13 @@ class CarriedChain(LayerChain):
             self._cotangents[index] = tuple(g.clone() for g in wide)
 
     def _keeps(self, index: int) -> bool:
-        return index >= self.first_live and (index - self.first_live) % self.stride == 0
+        return index >= self.grad_from and (index - self.grad_from) % self.stride == 0
 
     def _put(self, index: int, start: int, state: Tensors) -> None:
         self._states[index] = self.store.put(self.kind, start, state, token_dim=None)
 
     def decoder(self, rows: int) -> Any:
-        return self.live(self.start_of(self.num_pieces), rows)
+        return self.piece(self.start_of(self.num_pieces), rows)
 
     def truncate(self, num_pieces: int) -> None:
         for index in [i for i in self._states if i > num_pieces]:

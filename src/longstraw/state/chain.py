@@ -49,11 +49,11 @@ class Chain:
             output_read: something reads the piece's hidden states. Otherwise the last layer stops the forward pass
                 with `PieceComplete` as soon as its state is written.
         """
-        live = [layer.enter(index, self.rows, graph) for layer in self.layers]
-        live[-1].last = not output_read
-        for one, after in pairwise(live):
+        pieces = [layer.enter(index, self.rows, graph) for layer in self.layers]
+        pieces[-1].last = not output_read
+        for one, after in pairwise(pieces):
             one.next_layer = after
-        return Cache(layers=live)
+        return Cache(layers=pieces)
 
     def decoder(self, rows: int) -> Cache:
         """A cache that carries on from the chain's end, token by token, without a graph."""
@@ -62,8 +62,8 @@ class Chain:
     def commit(self, cache: Cache, num_tokens: int) -> None:
         """Appends the piece that has just run on `cache`."""
         index = self.num_pieces
-        for layer, live in zip(self.layers, cache.layers):
-            layer.commit(index, live, self.stop)
+        for layer, piece in zip(self.layers, cache.layers):
+            layer.commit(index, piece, self.stop)
         self.starts.append(self.stop + num_tokens)
 
     def thin_out(self, nbytes: int, num_pieces: int) -> tuple[int, int]:
@@ -100,8 +100,8 @@ class Chain:
 
     def restore(self, index: int, cache: Cache) -> None:
         """Takes back the carried state after piece `index`, which has just run on `cache` once more."""
-        for layer, live in zip(self.layers, cache.layers):
-            layer.restore(index, live, self.starts[index])
+        for layer, piece in zip(self.layers, cache.layers):
+            layer.restore(index, piece, self.starts[index])
 
     def forget_start(self, index: int) -> None:
         """Drops a restored starting state of piece `index`."""
@@ -110,12 +110,12 @@ class Chain:
 
     def outputs(self, index: int, cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(tensor, cotangent) of everything that piece `index` wrote and later pieces read; consumes the cotangents."""
-        return [pair for layer, live in zip(self.layers, cache.layers) for pair in layer.outputs(index, live)]
+        return [pair for layer, piece in zip(self.layers, cache.layers) for pair in layer.outputs(index, piece)]
 
     def settle(self, index: int, cache: Cache) -> None:
         """After the pullback of piece `index`: passes on the gradient of the state it started from."""
-        for layer, live in zip(self.layers, cache.layers):
-            layer.settle(index, live)
+        for layer, piece in zip(self.layers, cache.layers):
+            layer.settle(index, piece)
 
     def truncate(self, num_pieces: int) -> None:
         """Forgets every piece from `num_pieces` on."""
@@ -130,6 +130,6 @@ class Chain:
 
 def select_rows(cache: Cache, rows: torch.Tensor) -> None:
     """Keeps the given rows of a decoding cache."""
-    live: Any
-    for live in cache.layers:
-        live.select(rows)
+    piece: Any
+    for piece in cache.layers:
+        piece.select(rows)

@@ -1,7 +1,7 @@
 """The contract between one layer's state and the engine.
 
 A chain is a run of pieces: the prompt's segments, or the blocks of a branch that starts where the prompt ends. In each
-layer a chain keeps what its tokens leave behind. For every piece the engine asks the layer's chain for a live layer
+layer a chain keeps what its tokens leave behind. For every piece the engine asks the layer's chain for a piece layer
 (a transformers cache layer), runs the model's forward pass over it, and then either
 
 - `commit`s what the piece wrote, without a graph, or
@@ -30,7 +30,7 @@ class LayerChain(ABC):
 
     @abstractmethod
     def enter(self, index: int, rows: int, graph: bool) -> Any:
-        """A live cache layer for piece `index`, which starts from the state that piece `index - 1` left.
+        """A cache layer for piece `index`, which starts from the state that piece `index - 1` left.
 
         Args:
             rows: batch rows of the piece.
@@ -38,18 +38,18 @@ class LayerChain(ABC):
         """
 
     @abstractmethod
-    def commit(self, index: int, live: Any, start: int) -> None:
+    def commit(self, index: int, piece: Any, start: int) -> None:
         """Keeps what piece `index`, whose first token stands at position `start`, wrote, detached."""
 
     @abstractmethod
-    def outputs(self, index: int, live: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def outputs(self, index: int, piece: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What the piece wrote, paired with the cotangents that later pieces left for it; these are consumed."""
 
     @abstractmethod
-    def settle(self, index: int, live: Any) -> None:
+    def settle(self, index: int, piece: Any) -> None:
         """After the pullback: adds the gradient of the piece's starting state to the cotangent of the piece before."""
 
-    def restore(self, index: int, live: Any, start: int) -> None:  # noqa: B027  (append-only state has nothing to do)
+    def restore(self, index: int, piece: Any, start: int) -> None:  # noqa: B027  (append-only state has nothing to do)
         """Takes back the state after piece `index`, committed before but not kept; arguments as in `commit`."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class LayerChain(ABC):
 
     @abstractmethod
     def decoder(self, rows: int) -> Any:
-        """A live layer that carries on from the chain's end over any number of forward passes, without a graph.
+        """A piece layer that carries on from the chain's end over any number of forward passes, without a graph.
 
         It has `select(rows)`, which keeps the given rows only.
         """
@@ -72,13 +72,13 @@ class LayerChain(ABC):
         """Forgets cotangents that were not consumed, as after a step that failed."""
 
 
-class LiveLayer:
-    """What the live layers of every kind share: a piece runs on them once, so most of a cache's bookkeeping is void."""
+class PieceLayer:
+    """What all of them share: a piece runs on them once, so most of a cache layer's bookkeeping is void."""
 
     is_compileable = False
     is_sliding = False
     last = False  # set on the last layer of a piece whose output nothing reads
-    next_layer: LiveLayer | None = None
+    next_layer: PieceLayer | None = None
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare."""
@@ -95,6 +95,18 @@ class LiveLayer:
     def written(self) -> tuple[torch.Tensor, ...]:
         """What the piece wrote, in the order in which the chain keeps it."""
         raise NotImplementedError
+
+    def refuse_window(self, window: int | None) -> None:
+        """Raises where an attention asks for a window and its layer's state has none.
+
+        Raises:
+            ValueError: names the window.
+        """
+        if window is not None:
+            raise ValueError(
+                f"the model's attention asks for a window of {window} tokens in a layer that is served as one without: "
+                "its family in longstraw/models has to give the layer a WindowChain"
+            )
 
     def rewind(self) -> None:
         """Goes back to the starting state, before the layer is computed once more."""

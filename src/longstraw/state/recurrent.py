@@ -12,23 +12,23 @@ from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionLayer
 
 from longstraw.pages import PageStore
-from longstraw.state.carried import CarriedChain, LiveCarried, Tensors
+from longstraw.state.carried import CarriedChain, CarriedPiece, Tensors
 
 
 class RecurrentChain(CarriedChain):
     """See `CarriedChain`."""
 
-    def __init__(self, store: PageStore, first_live: int = 0, parent: CarriedChain | None = None) -> None:
-        super().__init__(store, "recurrent", first_live, parent)
+    def __init__(self, store: PageStore, grad_from: int = 0, parent: CarriedChain | None = None) -> None:
+        super().__init__(store, "recurrent", grad_from, parent)
 
     def fork(self) -> RecurrentChain:
         return RecurrentChain(self.store, parent=self)
 
-    def live(self, start: Tensors | None, rows: int) -> LiveRecurrent:
-        return LiveRecurrent(start, rows)
+    def piece(self, start: Tensors | None, rows: int) -> RecurrentPiece:
+        return RecurrentPiece(start, rows)
 
 
-class LiveRecurrent(LiveCarried, LinearAttentionLayer):
+class RecurrentPiece(CarriedPiece, LinearAttentionLayer):
     """Gives the layer its starting state and takes the new one, out of place, at any length.
 
     The stock layer writes into its states; a graph cannot run through that.

@@ -20,23 +20,24 @@ class ResidentState:
         prompt_ids: [P], on the CPU.
         chain: the prompt's segments.
         store: the pages.
-        first_live: the first segment that gradients flow into; the number of segments when none do.
+        grad_from: the first segment that gradients flow into; the number of segments when none do.
         parameter_version: what `ModelHost.parameter_version` was at capture: the state is stale once it differs.
         backbone: a weak reference to the model that it was captured with.
-        checkpoint_stride: carried states are kept at every so many segment boundaries; None while there are none.
+        kept: graphs of its last segments, if the engine kept some.
+        boundary_stride: carried states are kept at every so many segment boundaries; None while there are none.
     """
 
     def __init__(
-        self, prompt_ids: torch.Tensor, chain: Chain, store: PageStore, first_live: int, parameter_version: int = 0
+        self, prompt_ids: torch.Tensor, chain: Chain, store: PageStore, grad_from: int, parameter_version: int = 0
     ) -> None:
         self.prompt_ids = prompt_ids
         self.chain = chain
         self.store = store
-        self.first_live = first_live
+        self.grad_from = grad_from
         self.parameter_version = parameter_version
         self.backbone: Callable[[], Any] = lambda: None
-        self.checkpoint_stride: int | None = None
-        self.graphs: Any = None  # the engine's: segments that keep their graph
+        self.kept: Any = None
+        self.boundary_stride: int | None = None
         self._released = False
 
     def __len__(self) -> int:
@@ -56,7 +57,8 @@ class ResidentState:
         """Frees every page; safe to call again."""
         if not self._released:
             self._released = True
-            self.graphs = None
+            if self.kept is not None:
+                self.kept.release()
             self.chain.truncate(0)
             self.store.close()
 

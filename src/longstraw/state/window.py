@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from longstraw.attention import window
-from longstraw.attention.interface import LIVE
+from longstraw.attention.interface import PIECE
+from longstraw.attention.scores import Scores
 from longstraw.pages import PageStore
-from longstraw.state.carried import CarriedChain, LiveCarried, Tensors
+from longstraw.state.carried import CarriedChain, CarriedPiece, Tensors
 
 
 class WindowChain(CarriedChain):
@@ -20,17 +22,17 @@ class WindowChain(CarriedChain):
         self,
         store: PageStore,
         size: int,
-        first_live: int = 0,
+        grad_from: int = 0,
         parent: CarriedChain | None = None,
     ) -> None:
-        super().__init__(store, "window", first_live, parent)
+        super().__init__(store, "window", grad_from, parent)
         self.size = size
 
     def fork(self) -> WindowChain:
         return WindowChain(self.store, self.size, parent=self)
 
-    def live(self, start: Tensors | None, rows: int) -> LiveWindow:
-        return LiveWindow(self.size, start, rows)
+    def piece(self, start: Tensors | None, rows: int) -> WindowPiece:
+        return WindowPiece(self.size, start, rows)
 
     def state_nbytes(self, index: int) -> int:
         """As of a full window: the first pieces of a prompt leave less."""
@@ -39,8 +41,8 @@ class WindowChain(CarriedChain):
         return page.nbytes * (self.size - 1) // max(1, num_held)
 
 
-class LiveWindow(LiveCarried, CacheLayerMixin):
-    """Attends over the carried tail and the live piece, and carries the new tail on."""
+class WindowPiece(CarriedPiece, CacheLayerMixin):
+    """Attends over the carried tail and the piece, and carries the new tail on."""
 
     def __init__(self, size: int, start: Tensors | None, rows: int) -> None:
         super().__init__(start, rows)
@@ -57,9 +59,14 @@ class LiveWindow(LiveCarried, CacheLayerMixin):
             keys, values = (torch.cat([tail, new], -2) for tail, new in zip(self.end, (keys, values)))
         first = max(0, keys.shape[-2] - self.size + 1)
         self.end = (keys[..., first:, :], values[..., first:, :])
-        kwargs[LIVE] = self
+        kwargs[PIECE] = self
         self.complete()
         return keys, values
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        return window.attend(query, key, value, self.size, scale)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+        if scores.window not in (None, self.size):
+            raise ValueError(
+                f"the model's attention asks for a window of {scores.window} tokens in a layer that is served with one "
+                f"of {self.size}: its family in longstraw/models has to read the size where the model does"
+            )
+        return window.attend(query, key, value, replace(scores, window=self.size))

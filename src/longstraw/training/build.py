@@ -67,8 +67,8 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
             tier_bytes=config.tier_bytes or None,
             page_dir=config.page_dir,
             retain_graph_bytes=config.retain_graph_bytes if trained else 0,
-            checkpoint_layers=config.checkpoint_layers,
-            checkpoint_bytes=config.checkpoint_bytes,
+            recompute_layers=config.recompute_layers,
+            boundary_bytes=config.boundary_bytes,
             progress=reporter.phase,
             mesh=processes.mesh if trained else None,
         )

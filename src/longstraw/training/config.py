@@ -163,10 +163,10 @@ class TrainConfig(StrictGroup):
         description="Memory a prompt may use for graphs and scored responses that then need no recomputation; results "
         "are the same.",
     )
-    checkpoint_layers: bool = Field(
+    recompute_layers: bool = Field(
         default=False, description="Hold one layer's activations at a time; less memory, one more recomputation."
     )
-    checkpoint_bytes: Bytes | None = Field(
+    boundary_bytes: Bytes | None = Field(
         default=None,
         description="Bound on recurrent and window states kept at segment boundaries, the others being recomputed; "
         "null is no bound.",

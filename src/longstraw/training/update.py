@@ -32,7 +32,7 @@ class Gradient:
         num_skipped: groups left out for want of any signal.
         metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were;
             with `log_gradient_parts` the norms of the gradient's two sides, before clipping, and their cosine; with
-            `checkpoint_bytes` the largest `checkpoint_stride` of the prompts' states.
+            `boundary_bytes` the largest `boundary_stride` of the prompts' states.
     """
 
     loss: float
@@ -50,14 +50,14 @@ class _GroupResult:
         metrics: of the loss.
         logps: under the present policy, on the CPU; none where no further iteration needs them.
         differences: of the sampler's log-probabilities from them, [num_tokens]; empty where none are compared.
-        checkpoint_stride: see `ResidentState`.
+        boundary_stride: see `ResidentState`.
     """
 
     loss: float
     metrics: dict[str, Mean]
     logps: list[torch.Tensor]
     differences: torch.Tensor
-    checkpoint_stride: int | None
+    boundary_stride: int | None
 
 
 @dataclass
@@ -145,9 +145,9 @@ class StepGradient:
         if differences.numel():
             metrics["sampling/sampling_logp_difference/mean"] = float(differences.mean())
             metrics["sampling/sampling_logp_difference/max"] = float(differences.max())
-        strides = [result.checkpoint_stride for result in results if result.checkpoint_stride is not None]
-        if strides and self._config.checkpoint_bytes is not None:
-            metrics["checkpoint_stride"] = max(strides)
+        strides = [result.boundary_stride for result in results if result.boundary_stride is not None]
+        if strides and self._config.boundary_bytes is not None:
+            metrics["boundary_stride"] = max(strides)
         staleness = sum((share.staleness for share in shares), start=Staleness())
         return Gradient(
             sum(result.loss for result in results),
@@ -241,7 +241,7 @@ class StepGradient:
             {name: Mean(float(mean.total), mean.count) for name, mean in measured.items()},
             logps if self._config.num_iterations > 1 else [],
             torch.cat(differences) if differences else torch.empty(0),
-            state.checkpoint_stride,
+            state.boundary_stride,
         )
 
     def _objective(

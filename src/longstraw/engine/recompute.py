@@ -1,4 +1,4 @@
-"""Whole-layer checkpointing inside a piece: its graph holds the layers' inputs and one layer's activations."""
+"""Activation recomputation inside a piece: its graph holds the layers' inputs and one layer's activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 @contextmanager
-def checkpointed_layers(backbone: Any) -> Iterator[None]:
+def recomputed_layers(backbone: Any) -> Iterator[None]:
     """While the context lasts, decoder layers that run with a graph drop their activations and recompute them."""
     layers = list(backbone.layers)
     before = [layer.__dict__.get("forward") for layer in layers]
@@ -28,14 +28,14 @@ def checkpointed_layers(backbone: Any) -> Iterator[None]:
 
 def _recomputed(forward: Callable[..., Any], place: int) -> Callable[..., Any]:
     def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        live = kwargs["cache"].layers[place]
-        if not torch.is_grad_enabled() or live.last:  # the last layer of a prompt piece stops at its state
+        piece = kwargs["cache"].layers[place]
+        if not torch.is_grad_enabled() or piece.last:  # the last layer of a prompt piece stops at its state
             return forward(hidden_states, *args, **kwargs)
 
         def from_start(hidden: torch.Tensor) -> Any:
-            live.rewind()
+            piece.rewind()
             out = forward(hidden, *args, **kwargs)
-            live.next_layer = None  # staged once: when this layer is recomputed, the next one is already done
+            piece.next_layer = None  # staged once: when this layer is recomputed, the next one is already done
             return out
 
         return checkpoint(from_start, hidden_states, use_reentrant=False, preserve_rng_state=False)
