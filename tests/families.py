@@ -28,7 +28,7 @@ _DENSE: dict[str, Any] = dict(
 )
 _SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 _SOURCES += ["glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"]
-_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h"]
+_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid"]
 _DELTA = dict(
     head_dim=16,
     linear_key_head_dim=8,
@@ -102,6 +102,14 @@ _RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         | dict(moe_intermediate_size=16, moe_shared_expert_intermediate_size=16, n_routed_experts=4)
         | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"]),
     ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        dict(pad_token_id=None, linear_head_dim=8, linear_num_heads=4, num_local_experts=4, num_experts_per_tok=2)
+        | dict(kv_lora_rank=12, qk_rope_head_dim=8, qk_nope_head_dim=6, v_head_dim=10, num_key_value_heads=4)
+        | dict(moe_intermediate_size=16, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _DELTA | dict(pad_token_id=None)),
 }
 """Families whose recurrence runs on a forward of the engine's own."""
 

@@ -61,7 +61,7 @@ def adapted(backbone: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _replaced_forward(module: torch.nn.Module) -> Iterator[None]:
     own = module.__dict__.get("forward")
-    module.forward = MethodType(_forward, module)
+    module.forward = MethodType(forward, module)
     try:
         yield
     finally:
@@ -70,10 +70,10 @@ def _replaced_forward(module: torch.nn.Module) -> Iterator[None]:
             module.forward = own
 
 
-def _forward(
+def forward(
     self: Any,
     hidden_states: torch.Tensor,
-    position_embeddings: Tensors,
+    position_embeddings: Tensors | None = None,
     cache: Any = None,
     prev_topk_indices: torch.Tensor | None = None,
     **_: Any,
@@ -121,7 +121,7 @@ def _forward(
 
 
 @torch.no_grad()
-def _index(attention: Any, hidden_states: torch.Tensor, residual: Any, position_embeddings: Tensors) -> Tensors:
+def _index(attention: Any, hidden_states: torch.Tensor, residual: Any, position_embeddings: Tensors | None) -> Tensors:
     """The indexer's queries [B, T, H, D], head weights [B, T, H] with the scales in them, and keys [B, T, D]."""
     chooser = attention.indexer
     sizes = [chooser.qk_rope_head_dim, chooser.head_dim - chooser.qk_rope_head_dim]
@@ -135,9 +135,14 @@ def _index(attention: Any, hidden_states: torch.Tensor, residual: Any, position_
 
 
 def _rotate(
-    attention: Any, q: torch.Tensor, k: torch.Tensor, position_embeddings: Tensors, interleaved: bool
+    attention: Any, q: torch.Tensor, k: torch.Tensor, position_embeddings: Tensors | None, interleaved: bool
 ) -> Tensors:
-    """Rotary embedding of [B, T, H, R] and [B, T, 1, R] by the stock functions of the attention's own module."""
+    """Rotary embedding of [B, T, H, R] and [B, T, 1, R] by the stock functions of the attention's own module.
+
+    Without position embeddings the two stay as they are, as in Kimi Linear.
+    """
+    if position_embeddings is None:
+        return q, k
     name = "apply_rotary_pos_emb_interleave" if interleaved else "apply_rotary_pos_emb"
     return getattr(sys.modules[type(attention).__module__], name)(q, k, *position_embeddings, unsqueeze_dim=2)
 
