@@ -28,7 +28,7 @@ _DENSE: dict[str, Any] = dict(
 )
 _SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 _SOURCES += ["glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"]
-_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid"]
+_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "lfm2", "lfm2_moe"]
 _DELTA = dict(
     head_dim=16,
     linear_key_head_dim=8,
@@ -110,6 +110,13 @@ _RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         | dict(moe_intermediate_size=16, layer_types=["linear_attention", "full_attention", "linear_attention"]),
     ),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _DELTA | dict(pad_token_id=None)),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"])),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        dict(layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, moe_intermediate_size=16)
+        | dict(num_experts=4, num_experts_per_tok=2),
+    ),
 }
 """Families whose recurrence runs on a forward of the engine's own."""
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 _LEFT_BEHIND = ("k_proj", "k_norm", "v_proj", "in_proj_qkv", "in_proj_qkvz", "kv_a_proj_with_mqa", "kv_a_layernorm")
-_LEFT_BEHIND += ("q_proj", "in_proj")  # a convolution reads them, or nothing but the token itself does
+_LEFT_BEHIND += ("q_proj", "k_layernorm", "in_proj")  # a convolution reads them, or nothing but the token itself does
 
 
 def response_logps(

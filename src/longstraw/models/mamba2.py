@@ -1,6 +1,6 @@
 """Mamba-2 with attention every few layers: Bamba, Granite 4 and Nemotron-H.
 
-The recurrence of a head (Mamba-2, arXiv 2405.21060, sections 2 and 7.1), with a state S of head size by state size:
+The recurrence of a head (Mamba-2, arXiv 2405.21060, section 2), with a state S of head size by state size:
 
     S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T        y_t = S_t c_t + d x_t        a = -exp(a_log)
 
