@@ -28,7 +28,7 @@ _DENSE: dict[str, Any] = dict(
 )
 _SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 _SOURCES += ["glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"]
-_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "lfm2", "lfm2_moe"]
+_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "lfm2", "lfm2_moe", "falcon_h1"]
 _DELTA = dict(
     head_dim=16,
     linear_key_head_dim=8,
@@ -101,6 +101,19 @@ _RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(head_dim=8, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=16)
         | dict(moe_intermediate_size=16, moe_shared_expert_intermediate_size=16, n_routed_experts=4)
         | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"]),
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        _MAMBA
+        | dict(
+            pad_token_id=None,
+            mamba_d_ssm=64,
+            attention_in_multiplier=0.7,
+            attention_out_multiplier=1.2,
+            ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
+        )
+        | dict(ssm_in_multiplier=1.1, ssm_out_multiplier=0.8, key_multiplier=0.6, embedding_multiplier=3.0),
     ),
     "kimi_linear": (
         "KimiLinearConfig",

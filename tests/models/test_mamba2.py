@@ -18,7 +18,7 @@ from longstraw.state.layer import PieceComplete
 from longstraw.state.recurrent import LiveRecurrent
 
 EXACT = 1e-11
-FAMILIES = ["bamba", "granitemoehybrid", "nemotron_h"]
+FAMILIES = ["bamba", "granitemoehybrid", "nemotron_h", "falcon_h1"]
 ROWS, HEADS, HEAD, GROUPS, STATE = 2, 6, 3, 2, 5
 
 
@@ -157,6 +157,33 @@ def test_layers_of_nemotron() -> None:
         "RecurrentChain",
         "StatelessChain",
     ]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_falcon_with_and_without_a_norm(norm: bool, float64_inside: None) -> None:
+    model, what = build("falcon_h1", mamba_rms_norm=norm, mamba_norm_before_gate=norm), group()
+    _, _, expected = reference.step(model, what.prompt, what.responses, what.objective)
+    reference.assert_same_gradients(engine_step(model, what, segment_tokens=20, block_tokens=4)[1], expected, EXACT)
+
+
+def test_a_prompt_stops_at_the_last_state() -> None:
+    """Layers without state behind it are not run where nothing reads them."""
+    model, what = build("nemotron_h", dtype=torch.float32), group()
+    ran: list[int] = []
+    model.model.layers[-1].register_forward_hook(lambda module, inputs, output: ran.append(output.shape[1]))
+    longstraw.Engine(model, segment_tokens=20).capture(what.prompt).release()
+    assert not ran
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1"])
+def test_kept_at_few_boundaries(family: str, float64_inside: None) -> None:
+    """States that were not kept are restored, and a piece's layers are computed once more for their gradients."""
+    model, what = build(family), group()
+    expected = engine_step(model, what, segment_tokens=10, block_tokens=4)[1]
+    options = dict(segment_tokens=10, block_tokens=4, checkpoint_layers=True)
+    with pytest.warns(UserWarning, match="checkpoint_bytes"):  # too few for any stride: the one that needs the least
+        found = engine_step(model, what, **options, checkpoint_bytes=1)[1]
+    reference.assert_same_gradients(found, expected, EXACT)
 
 
 def test_an_unknown_kind_names_itself() -> None:

@@ -1,4 +1,4 @@
-"""Mamba-2 with attention every few layers: Bamba, Granite 4 and Nemotron-H.
+"""Mamba-2 with attention every few layers, in Bamba, Granite 4 and Nemotron-H, or beside it in Falcon-H1.
 
 The recurrence of a head (Mamba-2, arXiv 2405.21060, section 2), with a state S of head size by state size:
 
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from longstraw.models import short_convolution
 from longstraw.models.own_forward import Layer, by_kind, register_layers
 from longstraw.models.short_convolution import Kernels
 from longstraw.precision import wide_dtype
+from longstraw.state.joint import JointChain
 from longstraw.state.paged import PagedChain
 from longstraw.state.recurrent import RecurrentChain
 from longstraw.state.stateless import StatelessChain
@@ -53,8 +54,9 @@ def forward(
     shapes = [(self.num_heads, self.head_dim), *[(self.n_groups, self.ssm_state_size)] * 2]
     heads = Heads(Kernels.of(self.conv1d, shapes, self.activation), self.A_log, self.D)
 
+    live = cache.layers[self.layer_idx]
     gate_BTI, parts_BTHC, dt_BTH = project(self, hidden_states, shapes)
-    y_BTHP = mix(cache.layers[self.layer_idx], parts_BTHC, dt_BTH, heads)
+    y_BTHP = mix(getattr(live, "recurrent", live), parts_BTHC, dt_BTH, heads)
     return combine(self, y_BTHP.flatten(2), gate_BTI, hidden_states.dtype)
 
 
@@ -62,7 +64,10 @@ def project(
     mixer: Any, hidden_BTE: torch.Tensor, shapes: list[tuple[int, int]]
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """Token by token: the gate [B, T, I], the parts x, b and c of `shapes`, and the steps dt [B, T, H] (float32)."""
-    projected = mixer.in_proj(hidden_BTE)
+    if hasattr(mixer, "mup_vector"):  # Falcon-H1
+        projected = mixer.in_proj(hidden_BTE * mixer.ssm_in_multiplier) * mixer.mup_vector
+    else:
+        projected = mixer.in_proj(hidden_BTE)
     sizes = [heads * channels for heads, channels in shapes]
     gate_BTI, *parts, dt_BTH = projected.split([mixer.intermediate_size, *sizes, mixer.num_heads], -1)
     dt_BTH = softplus(dt_BTH + mixer.dt_bias.to(dt_BTH.dtype))
@@ -86,8 +91,9 @@ def mix(live: Any, parts_BTHC: list[torch.Tensor], dt_BTH: torch.Tensor, heads: 
 
 
 def combine(mixer: Any, y_BTI: torch.Tensor, gate_BTI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Token by token: the gated norm and the output projection."""
-    return mixer.out_proj(mixer.norm(y_BTI, gate_BTI).to(dtype))
+    """Token by token: the gated norm, or the gate alone where there is no norm, and the output projection."""
+    gated_BTI = mixer.norm(y_BTI, gate_BTI) if getattr(mixer, "mamba_rms_norm", True) else y_BTI * silu(gate_BTI)
+    return mixer.out_proj(gated_BTI.to(dtype))
 
 
 def scan(
@@ -160,5 +166,11 @@ def nemotron_layers(config: Any) -> list[Layer]:
     return by_kind(kinds | {"moe": stateless, "mlp": stateless}, config.layers_block_type)
 
 
+def falcon_layers(config: Any) -> list[Layer]:
+    """Mamba-2 and attention side by side in every layer."""
+    return [Layer(JointChain, forward, "mamba")] * config.num_hidden_layers
+
+
 register_layers(("bamba", "granitemoehybrid"), layers)
 register_layers(("nemotron_h",), nemotron_layers)
+register_layers(("falcon_h1",), falcon_layers)

@@ -77,6 +77,7 @@ class LiveLayer:
 
     is_compileable = False
     is_sliding = False
+    writes = True  # its tokens leave a state behind
     last = False  # set on the last layer of a piece whose output nothing reads
     next_layer: LiveLayer | None = None
 

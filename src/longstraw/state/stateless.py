@@ -47,6 +47,8 @@ class StatelessChain(LayerChain):
 class LiveStateless(LiveLayer):
     """Reads and writes nothing; staging passes through to the layer after it."""
 
+    writes = False
+
     def written(self) -> tuple[torch.Tensor, ...]:
         return ()
 
