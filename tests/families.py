@@ -131,9 +131,9 @@ _RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         | dict(num_experts=4, num_experts_per_tok=2),
     ),
 }
-"""Families whose recurrence runs on a forward of the engine's own."""
 
 FAMILIES = list(_RECIPES)
+RECURRENT = [*_RECURRENT, "qwen3_5", "qwen3_next"]  # their recurrence runs on a forward of the engine's own
 DENSE_AND_HYBRID = FAMILIES[: FAMILIES.index("qwen3_5_image") + 1]
 WITH_RECURRENCE = [name for name, recipe in _RECIPES.items() if "linear_key_head_dim" in recipe[2]]
 

@@ -76,9 +76,9 @@ def test_decayed_products_are_the_sums_written_out(size: int) -> None:
         ~torch.ones(size, size, dtype=torch.bool).tril()[..., None], float("-inf")
     )
     expected = (rows[:, :, None] * columns[:, None] * exponent.exp()).sum(-1)
-    found = delta_rule.decayed_products(rows, columns, grown)
+    found = delta_rule.DecayedKeys(columns, grown).products(rows)
     torch.testing.assert_close(found, expected)
-    assert torch.isfinite(delta_rule.decayed_products(rows.float(), columns.float(), grown.float())).all()
+    assert torch.isfinite(delta_rule.DecayedKeys(columns.float(), grown.float()).products(rows.float())).all()
 
 
 def test_a_last_layer_stops_at_its_state() -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from longstraw.precision import in_its_own_precision
+
 _CHUNK = 64  # a power of two
 
 
@@ -28,6 +30,7 @@ def unit(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
+@in_its_own_precision
 def scan(
     q_BTKD: torch.Tensor,
     k_BTKD: torch.Tensor,
@@ -55,11 +58,13 @@ def scan(
     q, k, v, beta = (chunks(tensor) for tensor in (q_BTKD, k_BTKD, v_BTHV, beta_BTH[..., None]))
     grown = chunks(g if g.dim() == 4 else g[..., None]).cumsum(-2)
     last = grown[..., -1:, :]
-    decay = None if g.dim() == 4 else _decay_between(grown)
+    if g.dim() == 4:
+        products = DecayedKeys(k, grown).products
+    else:
+        decay = _decay_between(grown)
 
-    def products(rows: torch.Tensor) -> torch.Tensor:
-        """[..., L, L]: rows l on keys m <= l, with the decay between them in it."""
-        return decayed_products(rows, k, grown) if decay is None else (rows @ k.transpose(-1, -2)) * decay
+        def products(rows: torch.Tensor) -> torch.Tensor:
+            return (rows @ k.transpose(-1, -2)) * decay
 
     system = beta * products(k)
     right = torch.cat([beta * v, beta * k * grown.exp()], -1)
@@ -89,25 +94,35 @@ def _decay_between(grown: torch.Tensor) -> torch.Tensor:
     return (grown - grown.transpose(-1, -2)).masked_fill(~seen, float("-inf")).exp()
 
 
-def decayed_products(rows: torch.Tensor, columns: torch.Tensor, grown: torch.Tensor) -> torch.Tensor:
-    """[..., L, L] of sum_d rows_ld columns_md exp(grown_ld - grown_md) for m <= l, zero elsewhere.
+class DecayedKeys:
+    """Keys that queries of the same chunk multiply with the decay between the two, a number a channel.
 
     The decay of a pair splits into one factor a side only from a token between the two, or it overflows. So: blocks of
     one token, and block by block doubled, the lower left quarter split at the last token of the first half, where no
     exponent is above zero. No tensor of all pairs and channels is made.
 
     Args:
-        rows, columns, grown: [..., L, D], L a power of two; `grown` falls along L.
+        keys: [..., L, D], L a power of two.
+        grown: [..., L, D], running sums of the logarithms of the decays along L.
     """
-    blocks = (rows * columns).sum(-1)[..., None, None]  # [..., L / size, size, size], here of one token
-    size = 1
-    while size < rows.shape[-2]:
-        early, late = grown.unflatten(-2, (-1, 2, size)).unbind(-3)
-        border = early[..., -1:, :]
-        down = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * (late - border).exp()
-        across = columns.unflatten(-2, (-1, 2, size))[..., 0, :, :] * (border - early).exp()
-        first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
-        upper = torch.cat([first, torch.zeros_like(first)], -1)
-        blocks = torch.cat([upper, torch.cat([down @ across.transpose(-1, -2), second], -1)], -2)
-        size *= 2
-    return blocks[..., 0, :, :]
+
+    def __init__(self, keys: torch.Tensor, grown: torch.Tensor) -> None:
+        self.keys = keys
+        self._levels = []  # block size; decays since the border, of the rows; keys with their decays until the border
+        size = 1
+        while size < keys.shape[-2]:
+            early, late = grown.unflatten(-2, (-1, 2, size)).unbind(-3)
+            border = early[..., -1:, :]
+            across = keys.unflatten(-2, (-1, 2, size))[..., 0, :, :] * (border - early).exp()
+            self._levels.append((size, (late - border).exp(), across.transpose(-1, -2)))
+            size *= 2
+
+    def products(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., L, L] of sum_d rows_ld keys_md exp(grown_ld - grown_md) for m <= l, zero elsewhere."""
+        blocks = (rows * self.keys).sum(-1)[..., None, None]  # [..., L / size, size, size], here of one token
+        for size, decay, across in self._levels:
+            quarter = (rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * decay) @ across
+            first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+            upper = torch.cat([first, torch.zeros_like(first)], -1)
+            blocks = torch.cat([upper, torch.cat([quarter, second], -1)], -2)
+        return blocks[..., 0, :, :]

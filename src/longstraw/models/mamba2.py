@@ -23,7 +23,7 @@ from torch.nn.functional import pad, silu, softplus
 from longstraw.models import short_convolution
 from longstraw.models.own_forward import Layer, by_kind, register_layers
 from longstraw.models.short_convolution import Kernels
-from longstraw.precision import wide_dtype
+from longstraw.precision import in_its_own_precision, wide_dtype
 from longstraw.state.joint import JointChain
 from longstraw.state.paged import PagedChain
 from longstraw.state.recurrent import RecurrentChain
@@ -96,6 +96,7 @@ def combine(mixer: Any, y_BTI: torch.Tensor, gate_BTI: torch.Tensor, dtype: torc
     return mixer.out_proj(gated_BTI.to(dtype))
 
 
+@in_its_own_precision
 def scan(
     x_BTHP: torch.Tensor,
     dt_BTH: torch.Tensor,
@@ -124,7 +125,7 @@ def scan(
     log_decay = chunks(dt_BTH * a_H).movedim(2, -1)  # [B, n, G, R, L]
 
     until_end = pad(log_decay.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
-    written = torch.einsum("znlgs,zngrl,znlgrp->zngrps", b, until_end.exp(), x)
+    written = torch.einsum("znlgs,znlgrp->zngrps", b, x * until_end.exp().movedim(-1, 2)[..., None])
     total = log_decay.sum(-1).exp()[..., None, None]
     state = torch.zeros_like(written[:, 0]) if start_BHPN is None else start_BHPN.to(x.dtype).unflatten(1, (groups, -1))
     starts = []

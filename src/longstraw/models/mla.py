@@ -152,8 +152,12 @@ def _expansion(attention: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
     The module is applied to the unit vectors, so that gradients reach its adapters in their own way. What its base
     layer returns is widened first: a small adapter would drown in the rounding of bfloat16 weights.
+
+    Raises:
+        ValueError: an expansion with a bias: it is not a matrix.
     """
     linear = attention.kv_b_proj
+    _refuse_bias(linear)
     base = getattr(linear, "base_layer", linear)
     wide = wide_dtype(dtype)
     widened = base.register_forward_hook(lambda module, inputs, output: output.to(wide))
