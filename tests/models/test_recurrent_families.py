@@ -86,10 +86,15 @@ def test_branches_leave_the_prompt_as_it_is(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_same_bits_from_every_tier_and_when_layers_are_computed_twice(family: str) -> None:
+def test_same_bits_from_every_tier_and_with_layers_computed_twice_or_graphs_kept(family: str) -> None:
     model, what = build(family, dtype=torch.float32), group()
     _, expected = engine_step(model, what, **PIECES)
-    for options in (dict(tier="disk"), dict(tier="host"), dict(checkpoint_layers=True)):
+    for options in (
+        dict(tier="disk"),
+        dict(tier="host"),
+        dict(checkpoint_layers=True),
+        dict(retain_graph_bytes=1 << 30),
+    ):
         _, found = engine_step(model, what, **PIECES, **options)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found), options
