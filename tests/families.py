@@ -28,6 +28,7 @@ _DENSE: dict[str, Any] = dict(
 )
 _SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 _SOURCES += ["glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"]
+_SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "lfm2", "lfm2_moe", "falcon_h1"]
 _DELTA = dict(
     head_dim=16,
     linear_key_head_dim=8,
@@ -53,6 +54,8 @@ _LATENT = dict(
 )
 _SPARSE = _LATENT | dict(index_topk=9, index_head_dim=16, index_n_heads=16)  # topk far below the prompt; no ties
 _YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=512, mscale_all_dim=1.0)
+
+_MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=16)
 
 _RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -83,14 +86,61 @@ _RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _LATENT),
     "youtu": ("YoutuConfig", "YoutuForCausalLM", _LATENT),
 }
+_RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bamba": ("BambaConfig", "BambaForCausalLM", _MAMBA | dict(attn_layer_indices=[1], time_step_limit=(0.01, 1.5))),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        _MAMBA
+        | dict(layer_types=["mamba", "attention", "mamba"], num_local_experts=4, num_experts_per_tok=2)
+        | dict(shared_intermediate_size=16, attention_multiplier=0.2, residual_multiplier=0.5),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        dict(head_dim=8, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=16)
+        | dict(moe_intermediate_size=16, moe_shared_expert_intermediate_size=16, n_routed_experts=4)
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"]),
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        _MAMBA
+        | dict(
+            pad_token_id=None,
+            mamba_d_ssm=64,
+            attention_in_multiplier=0.7,
+            attention_out_multiplier=1.2,
+            ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
+        )
+        | dict(ssm_in_multiplier=1.1, ssm_out_multiplier=0.8, key_multiplier=0.6, embedding_multiplier=3.0),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        dict(pad_token_id=None, linear_head_dim=8, linear_num_heads=4, num_local_experts=4, num_experts_per_tok=2)
+        | dict(kv_lora_rank=12, qk_rope_head_dim=8, qk_nope_head_dim=6, v_head_dim=10, num_key_value_heads=4)
+        | dict(moe_intermediate_size=16, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _DELTA | dict(pad_token_id=None)),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"])),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        dict(layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, moe_intermediate_size=16)
+        | dict(num_experts=4, num_experts_per_tok=2),
+    ),
+}
+
 FAMILIES = list(_RECIPES)
+RECURRENT = [*_RECURRENT, "qwen3_5", "qwen3_next"]  # their recurrence runs on a forward of the engine's own
 DENSE_AND_HYBRID = FAMILIES[: FAMILIES.index("qwen3_5_image") + 1]
 WITH_RECURRENCE = [name for name, recipe in _RECIPES.items() if "linear_key_head_dim" in recipe[2]]
 
 
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A model in evaluation mode. A float64 one is exact to 1e-11 only within `computing_in_float64`."""
-    config_name, model_name, extra = _RECIPES[family]
+    config_name, model_name, extra = (_RECIPES | _RECURRENT)[family]
     torch.manual_seed(seed)
     options = deepcopy({**_DENSE, **extra, **changes})  # configs keep the lists that they are given
     if family == "qwen3_5_image":
@@ -102,7 +152,8 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **chan
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):  # zero at birth: every expert would tie
             torch.nn.init.normal_(module.weight, std=0.5)
-    if dtype == torch.float64 and (hasattr(config, "num_experts") or hasattr(config, "n_routed_experts")):
+    experts = ("num_experts", "n_routed_experts", "num_local_experts")
+    if dtype == torch.float64 and any(hasattr(config, name) for name in experts):
         model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     return model.to(dtype)
 

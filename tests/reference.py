@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 _LEFT_BEHIND = ("k_proj", "k_norm", "v_proj", "in_proj_qkv", "in_proj_qkvz", "kv_a_proj_with_mqa", "kv_a_layernorm")
+_LEFT_BEHIND += ("q_proj", "k_layernorm", "in_proj")  # a convolution reads them, or nothing but the token itself does
 
 
 def response_logps(
@@ -104,10 +105,10 @@ def _detached_before(model: Any, constant: int) -> Iterator[None]:
             if name.rsplit(".", 1)[-1] in _LEFT_BEHIND:
                 stack.callback(module.register_forward_hook(cut).remove)
         for source in {type(m).__module__ for m in model.modules()}:
-            rule = getattr(sys.modules[source], "torch_chunk_gated_delta_rule", None)
-            if rule is not None:
-                split = _split_recurrence(rule, constant)
-                stack.enter_context(mock.patch.object(sys.modules[source], "torch_chunk_gated_delta_rule", split))
+            for name, split in _SPLIT.items():
+                rule = getattr(sys.modules[source], name, None)
+                if rule is not None:
+                    stack.enter_context(mock.patch.object(sys.modules[source], name, split(rule, constant)))
         yield
 
 
@@ -127,3 +128,25 @@ def _split_recurrence(rule: Any, constant: int) -> Any:
         return torch.cat([out, rest], 1), state
 
     return split
+
+
+def _split_mamba2(rule: Any, constant: int) -> Any:
+    """As `_split_recurrence`, for Mamba-2."""
+
+    def split(x: Any, dt: Any, a: Any, b: Any, c: Any, *, initial_states: Any, **options: Any) -> Any:
+        assert initial_states is None and not options.pop("return_final_states")
+        early, late = ([t[:, part] for t in (x, dt, b, c)] for part in (slice(constant), slice(constant, None)))
+        with torch.no_grad():
+            x_, dt_, b_, c_ = early
+            out, state = rule(x_, dt_, a, b_, c_, return_final_states=True, **options)
+        x_, dt_, b_, c_ = late
+        return torch.cat([out, rule(x_, dt_, a, b_, c_, initial_states=state, **options)], 1)
+
+    return split
+
+
+_SPLIT = {
+    "torch_chunk_gated_delta_rule": _split_recurrence,
+    "chunk_kimi_delta_attention": _split_recurrence,
+    "mamba2_chunk_scan": _split_mamba2,
+}

@@ -6,7 +6,7 @@ A family is added by one file in this package that calls `register`.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +38,18 @@ class Layer:
     chain: ChainFactory
     forward: Callable[..., Any] | None = None
     mixer: str = "self_attn"
+
+
+def by_kind(kinds: Mapping[str, Layer], names: Sequence[str]) -> list[Layer]:
+    """One layer a name, as a config lists them.
+
+    Raises:
+        ValueError: a name that is not among the kinds.
+    """
+    unknown = set(names) - set(kinds)
+    if unknown:
+        raise ValueError(f"no adapter serves layers of kind {sorted(unknown)} in this family")
+    return [kinds[name] for name in names]
 
 
 def _plain_language_model(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

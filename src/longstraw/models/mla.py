@@ -43,7 +43,7 @@ def indexer_parameters(backbone: torch.nn.Module) -> list[str]:
 def forward(
     self: Any,
     hidden_states: torch.Tensor,
-    position_embeddings: Tensors,
+    position_embeddings: Tensors | None = None,
     cache: Any = None,
     prev_topk_indices: torch.Tensor | None = None,
     **_: Any,
@@ -91,7 +91,7 @@ def forward(
 
 
 @torch.no_grad()
-def _index(attention: Any, hidden_states: torch.Tensor, residual: Any, position_embeddings: Tensors) -> Tensors:
+def _index(attention: Any, hidden_states: torch.Tensor, residual: Any, position_embeddings: Tensors | None) -> Tensors:
     """The indexer's queries [B, T, H, D], head weights [B, T, H] with the scales in them, and keys [B, T, D]."""
     chooser = attention.indexer
     sizes = [chooser.qk_rope_head_dim, chooser.head_dim - chooser.qk_rope_head_dim]
@@ -105,9 +105,14 @@ def _index(attention: Any, hidden_states: torch.Tensor, residual: Any, position_
 
 
 def _rotate(
-    attention: Any, q: torch.Tensor, k: torch.Tensor, position_embeddings: Tensors, interleaved: bool
+    attention: Any, q: torch.Tensor, k: torch.Tensor, position_embeddings: Tensors | None, interleaved: bool
 ) -> Tensors:
-    """Rotary embedding of [B, T, H, R] and [B, T, 1, R] by the stock functions of the attention's own module."""
+    """Rotary embedding of [B, T, H, R] and [B, T, 1, R] by the stock functions of the attention's own module.
+
+    Without position embeddings the two stay as they are, as in Kimi Linear.
+    """
+    if position_embeddings is None:
+        return q, k
     name = "apply_rotary_pos_emb_interleave" if interleaved else "apply_rotary_pos_emb"
     return getattr(sys.modules[type(attention).__module__], name)(q, k, *position_embeddings, unsqueeze_dim=2)
 
@@ -117,6 +122,9 @@ def _expansion(attention: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
     The module is applied to the unit vectors, so that gradients reach its adapters in their own way. What its base
     layer returns is widened first: a small adapter would drown in the rounding of bfloat16 weights.
+
+    Raises:
+        ValueError: an expansion with a bias: it is not a matrix.
     """
     linear = attention.kv_b_proj
     _refuse_bias(linear)

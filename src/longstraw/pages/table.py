@@ -20,7 +20,8 @@ class Page:
     """One piece of resident state in one layer: the tokens `start` to `start + num_tokens`.
 
     Attributes:
-        kind: what it holds, for the accounting: "kv", "latent", "index", "recurrent", "window" or "cotangent".
+        kind: what it holds, for the accounting: "kv", "latent", "index", "recurrent", "convolved", "window" or
+            "cotangent".
         start: absolute position of its first token.
         num_tokens: tokens it covers.
         rows: batch rows: 1 for the shared prompt, more for branches that run side by side.

@@ -48,11 +48,15 @@ class Context:
         """This rank's tokens along `dim` of a sum over ranks; the reverse of `gather`."""
         return partial
 
-    def to_heads(self, own: torch.Tensor, token_dim: int, head_dim: int) -> torch.Tensor:
-        """All tokens of this rank's heads, from this rank's tokens of all heads. Differentiable."""
+    def to_heads(self, own: torch.Tensor) -> torch.Tensor:
+        """All tokens of this rank's heads from this rank's tokens of all heads, [B, T, H, ...]; differentiable."""
         return own
 
-    def to_tokens(self, own: torch.Tensor, token_dim: int, head_dim: int) -> torch.Tensor:
+    def own_heads(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of what belongs to heads and not to tokens, [H, ...]."""
+        return parameter
+
+    def to_tokens(self, own: torch.Tensor) -> torch.Tensor:
         """The reverse of `to_heads`."""
         return own
 

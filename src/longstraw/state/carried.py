@@ -85,7 +85,7 @@ class CarriedChain(LayerChain):
             if index and not self._keeps(index):  # a graph that is kept outlives this page
                 start = tuple(t.clone() for t in start)
             start = tuple(t.detach().requires_grad_() for t in start)
-        return self.piece(start, rows)
+        return self._piece(start, rows)
 
     def commit(self, index: int, piece: CarriedPiece, start: int) -> None:
         if index != self.num_pieces:
@@ -147,6 +147,11 @@ class CarriedChain(LayerChain):
         else:
             self._cotangents[index] = tuple(g.clone() for g in wide)
 
+    def _piece(self, start: Tensors | None, rows: int) -> Any:
+        piece = self.piece(start, rows)
+        piece.context = self.store.context
+        return piece
+
     def _keeps(self, index: int) -> bool:
         return index >= self.grad_from and (index - self.grad_from) % self.stride == 0
 
@@ -154,7 +159,7 @@ class CarriedChain(LayerChain):
         self._states[index] = self.store.put(self.kind, start, state, token_dim=None)
 
     def decoder(self, rows: int) -> Any:
-        return self.piece(self.start_of(self.num_pieces), rows)
+        return self._piece(self.start_of(self.num_pieces), rows)
 
     def truncate(self, num_pieces: int) -> None:
         for index in [i for i in self._states if i > num_pieces]:

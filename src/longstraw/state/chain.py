@@ -25,7 +25,8 @@ class Chain:
     def __init__(self, layers: Sequence[LayerChain], start: int = 0, rows: int = 1) -> None:
         self.layers = list(layers)
         self.rows = rows
-        self.carried = [layer for layer in self.layers if isinstance(layer, CarriedChain)]
+        parts = [part for layer in self.layers for part in getattr(layer, "parts", (layer,))]
+        self.carried = [part for part in parts if isinstance(part, CarriedChain)]
         self.starts = [start]  # position of the first token of every piece, and of the token after the last
 
     @property
@@ -46,11 +47,12 @@ class Chain:
 
         Args:
             graph: the piece will be pulled back. Call with autograd enabled.
-            output_read: something reads the piece's hidden states. Otherwise the last layer stops the forward pass
-                with `PieceComplete` as soon as its state is written.
+            output_read: something reads the piece's hidden states. Otherwise the last layer with a state stops the
+                forward pass with `PieceComplete` as soon as its state is written.
         """
         pieces = [layer.enter(index, self.rows, graph) for layer in self.layers]
-        pieces[-1].last = not output_read
+        for piece in [piece for piece in pieces if piece.writes][-1:]:
+            piece.last = not output_read
         for one, after in pairwise(pieces):
             one.next_layer = after
         return Cache(layers=pieces)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from longstraw.parallel.context import ALONE
+
 
 class PieceComplete(Exception):
     """Raised by the last layer once a prompt piece has left its state there: nothing reads what would follow."""
@@ -77,8 +79,10 @@ class PieceLayer:
 
     is_compileable = False
     is_sliding = False
+    writes = True  # its tokens leave a state behind
     last = False  # set on the last layer of a piece whose output nothing reads
     next_layer: PieceLayer | None = None
+    context = ALONE  # who has the other tokens of the piece
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare."""

@@ -1,4 +1,4 @@
-"""Qwen3.5/3.6 and Qwen3-Next: state kinds, the text model inside a model for images, experts, short pieces."""
+"""Qwen3.5/3.6, Qwen3-Next and OLMo Hybrid: kinds of state, the text model inside a model for images, short pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longstraw.state.kv import KVChain
 from longstraw.state.recurrent import RecurrentChain
 
 EXACT = 1e-11
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_image"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_image", "olmo_hybrid"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,11 +53,34 @@ def test_as_shipped_in_float32(family: str) -> None:
         reference.assert_same_gradients(found, expected, 2e-5)
 
 
+@pytest.mark.parametrize("mode", ["full", "none", 40])
+@pytest.mark.parametrize("changes", [{}, dict(linear_allow_neg_eigval=False)], ids=["negative", "positive"])
+def test_olmo_in_pieces_as_in_one_pass(mode: str | int, changes: dict[str, bool], float64_inside: None) -> None:
+    model, what = build("olmo_hybrid", **changes), group()
+    loss, _, expected = reference.step(model, what.prompt, what.responses, what.objective, mode)
+    outcome, found = engine_step(model, what, prompt_grad=mode, segment_tokens=20, block_tokens=4)
+    assert abs(outcome.loss - loss) <= EXACT
+    reference.assert_same_gradients(found, expected, EXACT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_scores_as_one_pass_does(family: str, float64_inside: None) -> None:
+    """A decoder carries the states from token to token."""
+    model, what = build(family), group(num_prompt=21)
+    engine = longstraw.Engine(model, segment_tokens=8)
+    with engine.capture(what.prompt) as state:
+        for draft in engine.sample(state, num=3, max_new_tokens=6, seed=0):
+            with torch.no_grad():
+                expected = reference.response_logps(model, what.prompt, draft.ids)
+            torch.testing.assert_close(draft.logps, expected, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
 @pytest.mark.parametrize("kernel", [2, 4, 9])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_pieces_shorter_than_the_convolution(kernel: int, size: int, float64_inside: None) -> None:
+def test_pieces_shorter_than_the_convolution(family: str, kernel: int, size: int, float64_inside: None) -> None:
     layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    model, what = build("qwen3_5", linear_conv_kernel_dim=kernel, **layers), group(num_prompt=14, lengths=(7, 1))
+    model, what = build(family, linear_conv_kernel_dim=kernel, **layers), group(num_prompt=14, lengths=(7, 1))
     loss, _, expected = reference.step(model, what.prompt, what.responses, what.objective)
     outcome, found = engine_step(model, what, segment_tokens=size, block_tokens=size)
     assert abs(outcome.loss - loss) <= EXACT
