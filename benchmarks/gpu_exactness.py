@@ -25,7 +25,7 @@ from transformers import (
 
 import longstraw
 from benchmarks.gate import relative_distance
-from benchmarks.methods import token_logps
+from benchmarks.workload import token_logps
 from longstraw.attention import indexer, sparse_reference
 from longstraw.pages import PageStore
 from longstraw.pages.prefix import Prefix

@@ -12,7 +12,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from benchmarks.memory import Watcher
-from benchmarks.workload import CLIP, Group
+from benchmarks.shared_prefix import packed, prefix_grouper
+from benchmarks.trl_step import trl
+from benchmarks.workload import CLIP, Group, token_logps
 
 Facts = dict[str, Any]
 Step = Callable[[Group, Watcher], Facts | None]
@@ -100,27 +102,6 @@ def _note_bytes(most: Facts, nbytes: dict[str, dict[str, int]]) -> None:
             seen[tier] = max(count, seen.get(tier, 0))
 
 
-def packed(model: Any) -> Step:
-    """One graph over the prompt with all responses behind it, nothing recomputed: see `shared_prefix`."""
-    from benchmarks.shared_prefix import packed as make
-
-    return make(model)
-
-
-def prefix_grouper(model: Any) -> Step:
-    """The PrefixGrouper package: see `shared_prefix`."""
-    from benchmarks.shared_prefix import prefix_grouper as make
-
-    return make(model)
-
-
-def trl(model: Any) -> Step:
-    """TRL's GRPOTrainer: see `trl_step`."""
-    from benchmarks.trl_step import trl as make
-
-    return make(model)
-
-
 METHODS: dict[str, Callable[..., Step]] = {
     make.__name__: make for make in (conventional, constant_prompt, longstraw, packed, prefix_grouper, trl)
 }
@@ -131,11 +112,6 @@ def retains_graphs() -> bool:
     from longstraw import Engine
 
     return "retain_graph_bytes" in inspect.signature(Engine).parameters
-
-
-def token_logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """log softmax(logits)[target], [R], of logits [R, V]."""
-    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
 class _Recurrent(LinearAttentionLayer):

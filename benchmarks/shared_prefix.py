@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.memory import Watcher
-from benchmarks.workload import Group
+from benchmarks.workload import Group, token_logps
 from longstraw.attention import kernels
 from longstraw.attention.parts import Merge
 from longstraw.attention.scores import Scores
@@ -176,8 +176,6 @@ def _positions(layout: Layout) -> torch.Tensor:
 
 
 def _total_loss(group: Group, logits_GRV: torch.Tensor) -> torch.Tensor:
-    from benchmarks.methods import token_logps
-
     shares = [
         group.loss(index, token_logps(logits, response))
         for index, (logits, response) in enumerate(zip(logits_GRV, group.responses))

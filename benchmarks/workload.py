@@ -180,3 +180,8 @@ class Group:
             [o[:num_tokens] for o in self.old_logps[:num_responses]],
             self.advantages[:num_responses],
         )
+
+
+def token_logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits)[target], [R], of logits [R, V]."""
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from rich.progress import Progress
 
-from longstraw.training.config import TrainConfig
+from longstraw.config.train import TrainConfig
 
 TUNE_SEED, TRAIN_SEEDS = 100, (1, 2, 3)
 CLIPS = (1.0, 0.0)  # 0 is off

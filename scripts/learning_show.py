@@ -30,7 +30,7 @@ from learning_runs import (
 )
 from rich.table import Table
 
-from longstraw.training.environment import collect_receipt
+from longstraw.trainer.environment import collect_receipt
 
 PARTS = ("grad_norm/response", "grad_norm/prompt", "grad_cosine")
 

@@ -29,14 +29,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.training.build import build_trainer
-from longstraw.training.config import TrainConfig
-from longstraw.training.config_io import config_to_yaml, load_config
-from longstraw.training.environment import collect_receipt
-from longstraw.training.report import Reporter, quiet_transformers
-from longstraw.training.rng import seed_everything
-from longstraw.training.run_dir import RunDir
-from longstraw.training.staleness_study import Measurement, study
+from longstraw.config.load import config_to_yaml, load_config
+from longstraw.config.train import TrainConfig
+from longstraw.studies.staleness import Measurement, study
+from longstraw.trainer.build import build_trainer
+from longstraw.trainer.environment import collect_receipt
+from longstraw.trainer.report import Reporter, quiet_transformers
+from longstraw.trainer.rng import seed_everything
+from longstraw.trainer.run_dir import RunDir
 
 PAPER_STEPS = (1, 2, 4, 8)
 TABLE_COLUMNS = {

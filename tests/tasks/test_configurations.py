@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from longstraw import tasks
-from longstraw.training.config import TrainConfig
-from longstraw.training.config_io import load_config
-from longstraw.training.data import read_rows
-from longstraw.training.locate import load_function, resolve_path
+from longstraw.config.load import load_config
+from longstraw.config.locate import load_function, resolve_path
+from longstraw.config.train import TrainConfig
+from longstraw.data.rows import read_rows
 
 DEFAULT = Path(tasks.__file__).parent / "default.yaml"
 SMOLLM2 = Path(__file__).parents[2] / "examples" / "smollm2.yaml"

@@ -24,7 +24,7 @@ from longstraw.audit.numbers import duration, memory
 from longstraw.audit.run_data import RunData, read_run
 from longstraw.audit.samples import pick_samples
 from longstraw.audit.sections import MAX_POINTS, build_sections
-from longstraw.training.config import TrainConfig
+from longstraw.config.train import TrainConfig
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longstraw.cli.errors import BAD_CONFIG
-from longstraw.training.config_io import list_options
+from longstraw.config.listing import list_options
 
 
 def config(

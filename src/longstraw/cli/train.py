@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from longstraw.cli.errors import INTERRUPTED, reported_errors
-from longstraw.training.config import TrainConfig
-from longstraw.training.config_io import ConfigError, config_to_yaml, load_config
+from longstraw.config.load import config_to_yaml, load_config
+from longstraw.config.messages import ConfigError
+from longstraw.config.train import TrainConfig
 
 DEFAULT_CONFIG = "default.yaml"
 
@@ -78,11 +79,11 @@ def _make_importable(path: Path | None) -> None:
 
 
 def _run(config: TrainConfig, resume: bool, embedded: bool) -> None:
-    from longstraw.training.interrupts import StopRequested
-    from longstraw.training.report import quiet_transformers
+    from longstraw.trainer.interrupts import StopRequested
+    from longstraw.trainer.report import quiet_transformers
 
     quiet_transformers()  # before the libraries are imported: some speak up when they are
-    from longstraw.training.run import train as run_training
+    from longstraw.trainer.run import train as run_training
 
     try:
         result = run_training(config, resume=resume)

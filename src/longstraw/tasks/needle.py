@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longstraw.training.locate import install_command, resolve_path
+from longstraw.config.locate import install_command, resolve_path
 
 PLACES = (
     "north gate", "old observatory", "harbour office", "glass house", "music school", "river station", "town archive",

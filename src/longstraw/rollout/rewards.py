@@ -1,0 +1,208 @@
+"""Rewards: TRL's contract for reward functions, sync or async, several with weights; what they return is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from longstraw.config.locate import is_function_reference, load_function
+
+Reward = float | None
+# Columns with these names are the contract's own and are not passed twice.
+RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+class RewardError(RuntimeError):
+    """A reward function raised or returned what is no reward. The message names function, sample and step."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A callable with the name it is reported by."""
+
+    name: str
+    call: Callable[..., Any]
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
+
+
+@dataclass
+class RewardScores:
+    """What the reward functions said about a batch.
+
+    Attributes:
+        names: one a function.
+        per_function: [num_samples][num_functions]; None where a function left the sample out.
+        extra: columns from `log_extra`, one value a sample.
+        metrics: means of what `log_metric` was given.
+    """
+
+    names: list[str]
+    per_function: list[list[Reward]]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def load_reward(reference: str, **model_options: Any) -> RewardFunction:
+    """The reward function 'module:function' or 'file.py:function', or a sequence-classification model by path.
+
+    Args:
+        model_options: for a model: `device`, `trust_remote_code`, `chat_template_kwargs`.
+    Raises:
+        ValueError: there is no such function or model.
+    """
+    if is_function_reference(reference):
+        function = load_function(reference, "reward_funcs")
+        return RewardFunction(getattr(function, "__name__", reference.rsplit(":", 1)[-1]), function)
+    from longstraw.rollout.reward_model import RewardModel
+
+    model = RewardModel.from_pretrained(reference, **model_options)
+    return RewardFunction(model.name, model)
+
+
+def score(
+    functions: Sequence[RewardFunction],
+    *,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    columns: dict[str, list[Any]],
+    trainer_state: Any,
+    step: int,
+) -> RewardScores:
+    """Call every function with keyword arguments, the async ones together, and check what comes back.
+
+    Args:
+        prompts, completions, completion_ids: one entry a sample; a group's prompt is repeated.
+        columns: the dataset's other columns, one value a sample.
+        trainer_state: passed on.
+        step: for messages.
+    Raises:
+        RewardError: a function raised, returned the wrong number of values, or a value that is no number.
+    """
+    extra: dict[str, list[Any]] = defaultdict(list)
+    logged: dict[str, list[float]] = defaultdict(list)
+
+    def log_extra(column: str, values: list[Any]) -> None:
+        extra[column].extend(values)
+
+    def log_metric(name: str, value: float) -> None:
+        logged[name].append(float(value))
+
+    keywords: dict[str, Any] = {
+        **{name: values for name, values in columns.items() if name not in RESERVED_COLUMNS},
+        "prompts": list(prompts),
+        "completions": list(completions),
+        "completion_ids": [list(ids) for ids in completion_ids],
+        "trainer_state": trainer_state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    outputs: list[Any] = [None] * len(functions)
+    for index, function in enumerate(functions):
+        if not function.is_async:
+            try:
+                outputs[index] = function.call(**keywords)
+            except Exception as error:
+                raise _raised(function, error, keywords, len(prompts), step) from error
+    waiting = [index for index, function in enumerate(functions) if function.is_async]
+    for index, result in zip(waiting, _run_async([functions[index] for index in waiting], keywords), strict=True):
+        if isinstance(result, Exception):
+            raise _raised(functions[index], result, keywords, len(prompts), step) from result
+        outputs[index] = result
+
+    values = [
+        _checked(function, output, len(prompts), step) for function, output in zip(functions, outputs, strict=True)
+    ]
+    for column, entries in extra.items():
+        if len(entries) != len(prompts):
+            raise RewardError(
+                f"log_extra was given {len(entries)} values for column '{column}' at step {step}, for {len(prompts)} "
+                "samples. "
+                "Give one a sample."
+            )
+    return RewardScores(
+        names=[function.name for function in functions],
+        per_function=[list(row) for row in zip(*values, strict=True)],
+        extra=dict(extra),
+        metrics={name: sum(entries) / len(entries) for name, entries in logged.items()},
+    )
+
+
+def _run_async(functions: Sequence[RewardFunction], keywords: dict[str, Any]) -> list[Any]:
+    """Results or exceptions, in order."""
+    if not functions:
+        return []
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*(function.call(**keywords) for function in functions), return_exceptions=True)
+
+    return asyncio.run(gather())
+
+
+def _checked(function: RewardFunction, output: Any, num_samples: int, step: int) -> list[Reward]:
+    where = f"reward function '{function.name}' at step {step}"
+    try:
+        values = list(output)
+    except TypeError:
+        raise RewardError(
+            f"{where} returned {type(output).__name__}; it must return a list with one number a completion."
+        ) from None
+    if len(values) != num_samples:
+        raise RewardError(
+            f"{where} returned {len(values)} values for {num_samples} completions; it must return one each."
+        )
+    return [_checked_value(value, f"{where}, sample {index},") for index, value in enumerate(values)]
+
+
+def _checked_value(value: Any, where: str) -> Reward:
+    if value is None:
+        return None
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"{where} returned {value!r} of type {type(value).__name__}; a reward is a number, or None to leave out."
+        )
+    number = float(value)
+    if math.isinf(number):
+        raise RewardError(f"{where} returned {number}; a reward is finite, or None to leave the sample out.")
+    return None if math.isnan(number) else number
+
+
+def _raised(
+    function: RewardFunction, error: Exception, keywords: dict[str, Any], num_samples: int, step: int
+) -> RewardError:
+    sample = _find_failing_sample(function, keywords, num_samples)
+    which = f"sample {sample}" if sample is not None else f"the batch of {num_samples} samples (no sample raises alone)"
+    return RewardError(
+        f"reward function '{function.name}' raised {type(error).__name__} at step {step} on {which}: {error}. "
+        "Correct the "
+        "function, or let it return None for a sample it cannot judge."
+    )
+
+
+def _find_failing_sample(function: RewardFunction, keywords: dict[str, Any], num_samples: int) -> int | None:
+    """Call the function sample by sample, as a diagnosis after it has raised on the batch."""
+    for index in range(num_samples):
+        single = {
+            name: [value[index]] if isinstance(value, list) and len(value) == num_samples else value
+            for name, value in keywords.items()
+        }
+        single |= {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
+        try:
+            if function.is_async:
+                asyncio.run(function.call(**single))
+            else:
+                function.call(**single)
+        except Exception:
+            return index
+    return None

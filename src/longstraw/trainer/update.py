@@ -1,0 +1,270 @@
+"""The gradient of one optimizer step: every group's share, completed over processes, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from longstraw.config.train import TrainConfig
+from longstraw.engine.engine import Engine
+from longstraw.objective import Mean, Normalizer, high_entropy_masks, merge_metrics
+from longstraw.parallel.processes import Processes, in_order
+from longstraw.rollout.errors import StepRefused
+from longstraw.rollout.groups import Batch, Group
+from longstraw.rollout.phases import PhaseLedger
+from longstraw.state.resident import ResidentState
+from longstraw.trainer.gradient_parts import GradientParts
+from longstraw.trainer.metrics import Row
+from longstraw.trainer.optimizer import NamedOptimizer
+from longstraw.trainer.refresh import Staleness, StateKeeper
+
+
+@dataclass
+class Gradient:
+    """What `StepGradient.take` found; the gradient itself is in `.grad`.
+
+    Attributes:
+        loss: of the whole step.
+        norm: of the gradient, before clipping.
+        num_skipped: groups left out for want of any signal.
+        metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were;
+            with `log_gradient_parts` the norms of the gradient's two sides, before clipping, and their cosine; with
+            `boundary_bytes` the largest `boundary_stride` of the prompts' states.
+    """
+
+    loss: float
+    norm: float
+    num_skipped: int
+    metrics: Row
+
+
+@dataclass
+class _GroupResult:
+    """What a group's backward pass found.
+
+    Attributes:
+        loss: the group's share of the step's.
+        metrics: of the loss.
+        logps: under the present policy, on the CPU; none where no further iteration needs them.
+        differences: of the sampler's log-probabilities from them, [num_tokens]; empty where none are compared.
+        boundary_stride: see `ResidentState`.
+    """
+
+    loss: float
+    metrics: dict[str, Mean]
+    logps: list[torch.Tensor]
+    differences: torch.Tensor
+    boundary_stride: int | None
+
+
+@dataclass
+class _Share:
+    """What one process did in a step.
+
+    Attributes:
+        results: by place in the batch.
+        staleness: of the states that were used.
+        reached: indices of the parameters that got a gradient.
+        held: states in hand, by place; gone by the time that others hear of the share.
+    """
+
+    results: dict[int, _GroupResult] = field(default_factory=dict)
+    staleness: Staleness = field(default_factory=Staleness)
+    reached: set[int] = field(default_factory=set)
+    held: dict[int, ResidentState] = field(default_factory=dict)
+
+    def release(self) -> None:
+        while self.held:
+            self.held.popitem()[1].release()
+
+
+class StepGradient:
+    """Takes gradients of batches; of several processes each takes those of its own groups.
+
+    Args:
+        config: loss, clipping, iterations, temperature.
+        engine: over the trained model, with the processes' mesh.
+        optimizer: over its parameters.
+    """
+
+    def __init__(
+        self, config: TrainConfig, engine: Engine, optimizer: NamedOptimizer, processes: Processes | None = None
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._optimizer = optimizer
+        self._processes = processes or Processes()
+        self._loss = config.policy_loss()
+        self._states = StateKeeper(config, engine)
+
+    def take(self, batch: Batch, iteration: int, phases: PhaseLedger) -> Gradient:
+        """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
+
+        A group in which no scored token has an advantage contributes nothing; without a KL term it is left out before
+        any work. It still counts in the normaliser.
+
+        Args:
+            iteration: how often the batch was used before. With more to come, the first one's log-probabilities are
+                kept as the old ones.
+        Raises:
+            StepRefused: loss or gradient is not finite.
+            ProcessError: something failed in another process.
+        """
+        own = _Share()
+        parts = GradientParts(self._engine) if self._config.log_gradient_parts else None
+        try:
+            if self._config.top_entropy_quantile < 1:
+                self._choose_tokens(batch, iteration, phases, own)
+            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases, own, parts))
+            self._engine.reduce_gradients()
+            reached = set().union(*(share.reached for share in shares))
+            for index, parameter in enumerate(self._optimizer.parameters.values()):
+                if index not in reached:
+                    parameter.grad = None  # a sum over processes that have none is no gradient
+            sides = parts.metrics() if parts is not None else {}
+            norm = self._optimizer.clip(self._config.max_grad_norm)
+            if norm != norm or norm in (float("inf"), float("-inf")):
+                raise StepRefused(
+                    f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions."
+                )
+        except BaseException:
+            own.release()
+            self._optimizer.zero_grad()
+            raise
+        if self._config.num_iterations > 1:
+            for share in shares:
+                for place, result in share.results.items():
+                    if batch.groups[place].old_logps is None:
+                        batch.groups[place].old_logps = result.logps
+        results = in_order([share.results for share in shares])
+        metrics: Row = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
+        differences = torch.cat([result.differences for result in results]) if results else torch.empty(0)
+        if differences.numel():
+            metrics["sampling/sampling_logp_difference/mean"] = float(differences.mean())
+            metrics["sampling/sampling_logp_difference/max"] = float(differences.max())
+        strides = [result.boundary_stride for result in results if result.boundary_stride is not None]
+        if strides and self._config.boundary_bytes is not None:
+            metrics["boundary_stride"] = max(strides)
+        staleness = sum((share.staleness for share in shares), start=Staleness())
+        return Gradient(
+            sum(result.loss for result in results),
+            norm,
+            len(batch.groups) - len(results),
+            metrics | sides | staleness.metrics(),
+        )
+
+    def _choose_tokens(self, batch: Batch, iteration: int, phases: PhaseLedger, own: _Share) -> None:
+        """Score every response, and have each group know which of its tokens are among the step's most open ones."""
+
+        def entropies() -> dict[int, list[torch.Tensor]]:
+            found = {}
+            for place, group in enumerate(batch.groups):
+                if not self._processes.owns(group.owner):
+                    continue
+                own.held[place] = state = self._states.take(group, iteration, own.staleness)
+                _, scored = self._engine.score_with_entropies(state, group.responses, self._config.temperature)
+                phases.take(self._engine.meter)
+                found[place] = [entropy.cpu() for entropy in scored]
+                if self._config.gradient_accumulation_steps > 1:
+                    own.held.pop(place).release()
+                elif not group.needs_gradient(self._config):
+                    self._states.put_back(group, own.held.pop(place), iteration)
+            return found
+
+        spread = [entropy for group in in_order(self._processes.together(entropies)) for entropy in group]
+        masks = [mask for group in batch.groups for mask in group.masks]
+        chosen = iter(high_entropy_masks(spread, masks, self._config.top_entropy_quantile))
+        for group in batch.groups:
+            group.policy_masks = [next(chosen) for _ in group.masks]
+
+    def _own_share(
+        self, batch: Batch, iteration: int, phases: PhaseLedger, share: _Share, parts: GradientParts | None
+    ) -> _Share:
+        normalizer = batch.normalizer
+        for place, group in enumerate(batch.groups):
+            if self._processes.owns(group.owner) and group.needs_gradient(self._config):
+                if place in share.held:
+                    state = share.held.pop(place)
+                else:
+                    counted = group.policy_masks is not None  # when its tokens were chosen
+                    state = self._states.take(group, iteration, Staleness() if counted else share.staleness)
+                try:
+                    share.results[place] = self._group_gradient(group, state, normalizer, phases, parts)
+                except BaseException:
+                    state.release()
+                    raise
+                self._states.put_back(group, state, iteration)
+        parameters = enumerate(self._optimizer.parameters.values())
+        share.reached = {index for index, parameter in parameters if parameter.grad is not None}
+        return share
+
+    def _group_gradient(
+        self,
+        group: Group,
+        state: ResidentState,
+        normalizer: Normalizer,
+        phases: PhaseLedger,
+        parts: GradientParts | None,
+    ) -> _GroupResult:
+        measured: dict[str, Mean] = {}
+        try:
+            phases.take(self._engine.meter)
+            outcome = self._engine.backward(
+                state,
+                group.responses,
+                self._objective(group, normalizer, measured),
+                temperature=self._config.temperature,
+                keep_response_side=parts is not None,
+            )
+            phases.take(self._engine.meter)
+        except FloatingPointError as error:
+            raise StepRefused(f"{group.prompt.name}: {error}") from error
+        if not _all_finite(self._engine.host.model):
+            raise StepRefused(
+                f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
+                "model.dtype to float32, or lower learning_rate."
+            )
+        if parts is not None:
+            assert outcome.response_side is not None
+            parts.add(outcome.response_side)
+        scored = [entropy.cpu()[mask] for entropy, mask in zip(outcome.entropies, group.masks, strict=True)]
+        measured["entropy"] = Mean(sum(float(entropy.sum()) for entropy in scored), sum(map(len, scored)))
+        logps = [logp.cpu() for logp in outcome.logps]
+        differences = []
+        if group.old_logps is None and group.sampled_logps is not None:
+            differences = [(own - drawn).abs() for own, drawn in zip(logps, group.sampled_logps, strict=True)]
+        return _GroupResult(
+            float(outcome.loss),
+            {name: Mean(float(mean.total), mean.count) for name, mean in measured.items()},
+            logps if self._config.num_iterations > 1 else [],
+            torch.cat(differences) if differences else torch.empty(0),
+            state.boundary_stride,
+        )
+
+    def _objective(
+        self, group: Group, normalizer: Normalizer, measured: dict[str, Mean]
+    ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+            masks = [mask.to(logp.device) for mask, logp in zip(group.masks, logps, strict=True)]
+            chosen = group.policy_masks
+            value, metrics = self._loss(
+                logps,
+                group.advantages,
+                normalizer,
+                old_logps=group.old_logps,
+                masks=masks,
+                ref_logps=group.reference_logps,
+                policy_masks=None if chosen is None else [c.to(logp.device) for c, logp in zip(chosen, logps)],
+            )
+            measured.update(metrics)
+            return value
+
+        return objective
+
+
+def _all_finite(model: Any) -> bool:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(bool(torch.isfinite(norm)) for norm in torch._foreach_norm(gradients)) if gradients else True
