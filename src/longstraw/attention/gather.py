@@ -26,18 +26,28 @@ class TokenSpace:
         self.prefix = prefix
         self.held_BSE = held_BSE
         self.rows, num_held = held_BSE.shape[:2]
-        start = prefix.stop
-        self.first_own = min((page.start for page in prefix.pages if page.rows == self.rows), default=start)
-        self.num_own = start + num_held - self.first_own
+        context = prefix.context
+        start = context.own_start
+        self.first_own = min((page.start for page in prefix.pages if page.rows == self.rows), default=context.start)
+        self.num_own = context.stop(num_held) - self.first_own
         self.size = self.first_own + self.rows * self.num_own
         self.spans = [  # (page, None for the held tokens; row in it; its first address; the one after its last)
             (page, row, first + row * self.num_own, first + row * self.num_own + num_tokens)
             for page, rows, first, num_tokens in (
                 *((page, page.rows, page.start, page.num_tokens) for page in prefix.pages),
-                (None, self.rows, start, num_held),
+                *([(None, self.rows, start, num_held)] if context.counts_own else []),
             )
             for row in range(rows)
         ]
+        self._owned: torch.Tensor | None = None
+        if context.size > 1:
+            self._owned = torch.zeros(self.size, dtype=torch.bool, device=held_BSE.device)
+            for *_, low, high in self.spans:
+                self._owned[low:high] = True
+
+    def owns(self, addresses_NK: torch.Tensor) -> torch.Tensor:
+        """Which of them this rank has, bool [N, K]."""
+        return torch.ones_like(addresses_NK, dtype=torch.bool) if self._owned is None else self._owned[addresses_NK]
 
     def addresses(self, chosen_BTK: torch.Tensor) -> torch.Tensor:
         """[N, K] int64 addresses of positions; a -1 gets the address of its query's first choice."""
@@ -51,15 +61,15 @@ class Gathered:
 
     Attributes:
         rows_UE: the tokens, in order of address.
-        places_NK: where in them each query's choices are.
+        places_NK: where in them each query's choices are, if they are there.
     """
 
-    def __init__(self, space: TokenSpace, addresses_NK: torch.Tensor) -> None:
+    def __init__(self, space: TokenSpace, addresses_NK: torch.Tensor, seen_NK: torch.Tensor) -> None:
         device = addresses_NK.device
         hit = torch.zeros(space.size, dtype=torch.bool, device=device)
-        hit[addresses_NK.flatten()] = True
+        hit[addresses_NK[seen_NK]] = True
         addresses_U = hit.nonzero()[:, 0]
-        self.places_NK = (hit.cumsum(0, dtype=torch.int32) - 1)[addresses_NK]
+        self.places_NK = (hit.cumsum(0, dtype=torch.int32) - 1).clamp_(min=0)[addresses_NK]
         self._space = space
         edges = torch.tensor([span[2:] for span in space.spans], device=device)
         bounds = torch.searchsorted(addresses_U, edges).tolist()

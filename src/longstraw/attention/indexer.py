@@ -34,7 +34,7 @@ def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefi
     """Positions of the `num` best tokens of every query, among the pages' and its own row's up to itself.
 
     Args:
-        q_BTHD: queries of the last T of the S held tokens.
+        q_BTHD: queries of the piece's tokens, which are the last T of the S held.
         w_BTH: weights of their heads, scales included.
         k_BSD: keys of the tokens after the pages.
         prefix: pages (k [R, S, D],) of the tokens before, R = 1 (shared by all rows) or R = B.
@@ -42,13 +42,17 @@ def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefi
     Returns:
         [B, T, K] int32 in rising order, K = min(num, tokens in all); a query that sees fewer has -1 at the end.
     """
-    rows, num_queries = q_BTHD.shape[:2]
-    start = prefix.stop
-    stop = start + k_BSD.shape[1]
-    position_T = torch.arange(stop - num_queries, stop, device=q_BTHD.device)
+    context, rows = prefix.context, q_BTHD.shape[0]
+    stop = context.stop(k_BSD.shape[1])
+    first = context.own_start if context.dealt else stop - q_BTHD.shape[1]
     if stop <= num:  # every token is among the best
+        position_T = torch.arange(first, first + q_BTHD.shape[1], device=q_BTHD.device)
         every_K = torch.arange(stop, device=q_BTHD.device)
         return every_K.where(every_K <= position_T[:, None], -1).int().expand(rows, -1, -1)
+    q_BTHD, w_BTH = context.gather(q_BTHD, 1), context.gather(w_BTH, 1)
+    num_queries = q_BTHD.shape[1]
+    first = context.start if context.dealt else first
+    position_T = torch.arange(first, first + num_queries, device=q_BTHD.device)
     best_NK = torch.full((rows * num_queries, num), _FUTURE, device=q_BTHD.device)
     q_NHD, w_NH = q_BTHD.to(torch.float32).flatten(0, 1), w_BTH.to(torch.float32).flatten(0, 1)
     everyone = slice(0, rows * num_queries)
@@ -56,11 +60,14 @@ def choose(q_BTHD: torch.Tensor, w_BTH: torch.Tensor, k_BSD: torch.Tensor, prefi
     for page, (k_RSD,) in prefix.stream():
         for part, k_SD in zip([everyone] if page.rows == 1 else each, k_RSD):
             _offer(best_NK[part], q_NHD[part], w_NH[part], k_SD, page.start, None)
-    for part, k_SD in zip(each, k_BSD):
-        _offer(best_NK[part], q_NHD[part], w_NH[part], k_SD, start, position_T)
-    found_NK = torch.where(best_NK > _FUTURE, _LOW - (best_NK & _LOW), stop)
-    found_NK = found_NK.sort(-1).values
-    return found_NK.where(found_NK < stop, -1).int().unflatten(0, (rows, num_queries))
+    for part, k_SD in zip(each, k_BSD if context.counts_own else ()):
+        _offer(best_NK[part], q_NHD[part], w_NH[part], k_SD, context.own_start, position_T)
+    best_BTK = context.offers(best_NK.unflatten(0, (rows, num_queries)))
+    if best_BTK.shape[-1] > num:
+        best_BTK = best_BTK.topk(num, -1, sorted=False).values
+    found_BTK = torch.where(best_BTK > _FUTURE, _LOW - (best_BTK & _LOW), stop)
+    found_BTK = found_BTK.sort(-1).values
+    return found_BTK.where(found_BTK < stop, -1).int()
 
 
 def scores(q_NHD: torch.Tensor, w_NH: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:

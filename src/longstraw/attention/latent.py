@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from longstraw.attention import reference
-from longstraw.attention.parts import Merge, Queries, own_part
+from longstraw.attention.parts import Merge, Queries
 from longstraw.attention.scores import Scores
 from longstraw.pages import Page
 from longstraw.pages.prefix import Prefix
@@ -69,10 +69,11 @@ def decode(
         tokens_R1SE = tokens_RSE.to(wide)[:, None]
         merged.add(*queries.forward(tokens_R1SE, tokens_R1SE[..., :rank], kernel=reference.part_forward))
 
-    add(grown_BSE)
+    if prefix.context.counts_own:
+        add(grown_BSE)
     for _, (tokens_RSE,) in prefix.stream():
         add(tokens_RSE)
-    out_B1HC, _ = merged.close(prefix.context, scores)
+    out_B1HC, _ = merged.close(prefix.context, queries, scores)
     out_HBV = out_B1HC[:, 0].transpose(0, 1) @ w_v_HVC.to(wide).transpose(1, 2)
     return out_HBV.transpose(0, 1)[:, None].to(q_B1HD.dtype)
 
@@ -98,7 +99,7 @@ class _LatentAttention(torch.autograd.Function):
             k, v = expansion.expand(tokens)
             for part, causal in parts:
                 merged.add(*queries.of(part).forward(k, v, causal), part)
-        out, lse = merged.close(context, scores)
+        out, lse = merged.close(context, queries, scores)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, q_rope, w_k, w_v, piece, out, lse)
         ctx.prefix, ctx.scores = prefix, scores
@@ -187,18 +188,13 @@ def _tiles(
     Who attends: slices of queries, with whether the part is square and causal.
     """
     token_bytes = 2 * expansion.num_heads * expansion.size * expansion.wide.itemsize
-    (own, _), *later = own_part(prefix.context, num_queries)
-    num_tokens = piece_BTE.shape[1]
+    before, num_tokens = prefix.context.own_start - prefix.context.start, piece_BTE.shape[1]
     size = max(1, _TILE_BYTES // (token_bytes * piece_BTE.shape[0]))
     for first in range(0, num_tokens, size):
         last = min(first + size, num_tokens)
-        after = [(slice(own.start + last, own.stop), False)] if last < num_tokens else []
-        yield (
-            None,
-            first,
-            piece_BTE[:, first:last],
-            [(slice(own.start + first, own.start + last), True), *after, *later],
-        )
+        parts = [(slice(before + first, before + last), True)]
+        parts += [(slice(before + last, num_queries), False)] if before + last < num_queries else []
+        yield None, first, piece_BTE[:, first:last], parts
     for page, (tokens_RSE,) in prefix.stream():
         size = max(1, _TILE_BYTES // (token_bytes * page.rows))
         for first in range(0, page.num_tokens, size):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longstraw.attention.parts import Merge, Queries, own_part, sinks_gradient
+from longstraw.attention.parts import Merge, Queries, QueryGradient, own_part, sinks_gradient
 from longstraw.attention.scores import Scores
 from longstraw.pages.prefix import Prefix
 
@@ -33,9 +33,10 @@ def decode(
 ) -> torch.Tensor:
     """Output [B, H, 1, D] of the last grown token's query to the pages and all grown tokens, without a graph."""
     queries, merged = Queries(q_BH1D, scores), Merge(1)
-    merged.add(*queries.forward(k_BKSD.to(q_BH1D.dtype), v_BKSD.to(q_BH1D.dtype)))
+    if prefix.context.counts_own:
+        merged.add(*queries.forward(k_BKSD.to(q_BH1D.dtype), v_BKSD.to(q_BH1D.dtype)))
     merged.add_pages(queries, prefix, q_BH1D.dtype)
-    return merged.close(prefix.context, scores)[0].to(q_BH1D.dtype)
+    return merged.close(prefix.context, queries, scores)[0].to(q_BH1D.dtype)
 
 
 class _PagedAttention(torch.autograd.Function):
@@ -53,10 +54,10 @@ class _PagedAttention(torch.autograd.Function):
         context = prefix.context
         queries = Queries(context.gather(q, 2), scores)
         merged = Merge(queries.num_queries)
-        for part, causal in own_part(context, queries.num_queries):
+        for part, causal in own_part(context, queries.num_queries, k.shape[2]):
             merged.add(*queries.of(part).forward(k, v, causal), part)
         merged.add_pages(queries, prefix, q.dtype)
-        out, lse = merged.close(context, scores)
+        out, lse = merged.close(context, queries, scores)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.prefix, ctx.scores = prefix, scores
@@ -70,16 +71,15 @@ class _PagedAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         everyone = [context.gather(x, 2) for x in (q, grad, out, lse)]
         queries = Queries(everyone[0], scores, *everyone[1:])
-        (own, _), *later = own_part(context, queries.num_queries)
-        found, grad_k, grad_v = queries.of(own).backward(k, v, causal=True)
-        grad_q = context.place(found.to(lse.dtype), 2)
-        for part, _ in later:
-            found, *gradients = queries.of(part).backward(k, v)
-            grad_q[:, :, part] += found
-            grad_k, grad_v = grad_k + gradients[0], grad_v + gradients[1]
+        total = QueryGradient(queries)
+        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+        for part, causal in own_part(context, queries.num_queries, k.shape[2]):
+            dq, dk, dv = queries.of(part).backward(k, v, causal)
+            total.add(dq, part)
+            grad_k, grad_v = (dk, dv) if causal else (grad_k + dk, grad_v + dv)
         for page, (page_k, page_v) in prefix.stream():
             dq, *gradients = queries.backward(page_k.to(q.dtype), page_v.to(q.dtype))
-            grad_q += dq
+            total.add(dq)
             prefix.accumulate(page, lambda gradients=gradients: gradients)
-        grad_q = context.scatter_sum(grad_q, 2)
+        grad_q = context.scatter_sum(total.sum, 2)
         return grad_q.to(q.dtype), grad_k, grad_v, sinks_gradient(scores, grad, out, lse), None, None

@@ -17,6 +17,7 @@ from longstraw.attention import kernels
 from longstraw.attention.scores import Scores
 from longstraw.pages.prefix import Prefix
 from longstraw.parallel.context import Context
+from longstraw.precision import wide_dtype
 
 Part = tuple[torch.Tensor, torch.Tensor]  # output [B, H, T, D], log-sum-exp [B, H, T]
 
@@ -141,9 +142,11 @@ class Merge:
         for _, (k, v) in prefix.stream():
             self.add(*queries.forward(k.to(dtype), v.to(dtype)))
 
-    def close(self, context: Context, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    def close(self, context: Context, queries: Queries, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of this rank's queries, with what other ranks found for them, and with the sinks: the
         part without a value, whose logits take their share of every query's softmax."""
+        if self._empty:
+            self.reserve(queries.q_BHTD, wide_dtype(queries.q_BHTD.dtype))
         out, lse = context.merge(self.out, self.lse)
         if scores.sinks is None:
             return out, lse
@@ -151,14 +154,39 @@ class Merge:
         return out * (lse - total).exp()[..., None], total
 
 
-def own_part(context: Context, num_queries: int) -> list[tuple[slice, bool]]:
-    """Who of a piece's queries attends to the tokens of the piece that this rank has: [(queries, causal)].
+class QueryGradient:
+    """A running sum of the parts' query gradients, [B, H, T, D] in float32 at least."""
+
+    def __init__(self, queries: Queries) -> None:
+        self._queries = queries
+        self._sum: torch.Tensor | None = None
+
+    def add(self, dq_BHTD: torch.Tensor, part: slice = slice(None)) -> None:
+        """Adds a part's; `part` are the queries that it is for."""
+        whole = dq_BHTD.shape[2] == self._queries.num_queries
+        if self._sum is None and whole:
+            self._sum = dq_BHTD.to(wide_dtype(dq_BHTD.dtype))
+        else:
+            (self.sum if whole else self.sum[:, :, part]).add_(dq_BHTD)
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """Zeros where there was no part."""
+        if self._sum is None:
+            q_BHTD = self._queries.q_BHTD
+            self._sum = torch.zeros(q_BHTD.shape, dtype=wide_dtype(q_BHTD.dtype), device=q_BHTD.device)
+        return self._sum
+
+
+def own_part(context: Context, num_queries: int, num_own: int) -> list[tuple[slice, bool]]:
+    """Who of a piece's queries attends to the `num_own` tokens of the piece that this rank has: [(queries, causal)].
 
     Those of the same tokens do so causally, those of later ones to all.
     """
-    own = context.share(num_queries)
-    later = [(slice(own.stop, num_queries), False)] if own.stop < num_queries else []
-    return [(own, True), *later]
+    first = context.own_start - context.start
+    last = first + num_own
+    parts = [(slice(first, last), True), (slice(last, num_queries), False)]
+    return [(part, causal) for part, causal in parts if num_own and part.start < part.stop]
 
 
 def sinks_gradient(

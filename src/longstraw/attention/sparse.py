@@ -64,16 +64,21 @@ class _SparseAttention(torch.autograd.Function):
         prefix: Prefix,
         scores: Scores,
     ) -> torch.Tensor:
-        work = _Work(q, q_rope, w_k, w_v, scores)
-        out = torch.empty(*q.shape[:3], w_v.shape[1], dtype=work.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=work.dtype, device=q.device)
+        context = prefix.context
+        all_q, all_rope, all_chosen = (context.gather(x, 1) for x in (q, q_rope, chosen))
+        work = _Work(all_q, all_rope, w_k, w_v, scores)
+        out = torch.zeros(*all_q.shape[:3], w_v.shape[1], dtype=work.dtype, device=q.device)
+        lse = torch.full(all_q.shape[:3], float("-inf"), dtype=work.dtype, device=q.device)
         out_NHV, lse_NH = out.flatten(0, 1), lse.flatten(0, 1)
-        for gathered, tiles in _groups(work, held, chosen, prefix):
+        # a rank may own nothing of what a query chose
+        least = float("-inf") if context.size == 1 else torch.finfo(lse.dtype).min
+        for gathered, tiles in _groups(work, held, all_chosen, prefix):
             for part, places_NK, seen_NK in tiles:
                 tile = work.tile(part, gathered.rows_UE[places_NK], seen_NK)
                 lse_NH[part] = tile.scores_NHK.logsumexp(-1)
-                latent_NHC = tile.weights(lse_NH[part]) @ tile.latent_NKC
+                latent_NHC = tile.weights(lse_NH[part].clamp(min=least)) @ tile.latent_NKC
                 out_NHV[part] = _per_head(latent_NHC, work.w_v_HVC.transpose(1, 2))
+        out, lse = (x.transpose(1, 2) for x in context.merge(out.transpose(1, 2), lse.transpose(1, 2)))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, q_rope, w_k, w_v, held, chosen, out, lse)
         ctx.prefix, ctx.scores = prefix, scores
@@ -82,14 +87,16 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         q, q_rope, w_k, w_v, held, chosen, out, lse = ctx.saved_tensors
+        context, own = ctx.prefix.context, (q, q_rope, w_k, w_v, held)
+        q, q_rope, all_chosen, out, lse, grad = (context.gather(x, 1) for x in (q, q_rope, chosen, out, lse, grads[0]))
         work = _Work(q, q_rope, w_k, w_v, ctx.scores)
         rank = w_k.shape[2]
         grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_held = (
             torch.zeros(x.shape, dtype=work.dtype, device=x.device) for x in (q, q_rope, w_k, w_v, held)
         )
         grad_q_NHD, grad_q_rope_NHR = grad_q.flatten(0, 1), grad_q_rope.flatten(0, 1)
-        out_NHV, lse_NH, grad_NHV = (x.flatten(0, 1) for x in (out, lse, grads[0]))
-        for gathered, tiles in _groups(work, held, chosen, ctx.prefix):
+        out_NHV, lse_NH, grad_NHV = (x.flatten(0, 1) for x in (out, lse, grad))
+        for gathered, tiles in _groups(work, held, all_chosen, ctx.prefix):
             grad_UE = torch.zeros(gathered.rows_UE.shape, dtype=work.dtype, device=q.device)
             for part, places_NK, seen_NK in tiles:
                 tile = work.tile(part, gathered.rows_UE[places_NK], seen_NK)
@@ -109,7 +116,8 @@ class _SparseAttention(torch.autograd.Function):
                 grad_NKE[..., :rank] += weights_NHK.transpose(1, 2) @ grad_latent_NHC
                 _add_rows(grad_UE, places_NK, grad_NKE)
             gathered.scatter(grad_UE, grad_held)
-        found = zip((grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_held), (q, q_rope, w_k, w_v, held))
+        grad_q, grad_q_rope = (context.scatter_sum(x, 1) for x in (grad_q, grad_q_rope))
+        found = zip((grad_q, grad_q_rope, grad_w_k, grad_w_v, grad_held), own)
         return (*(grad.to(x.dtype) for grad, x in found), None, None, None)
 
 
@@ -159,13 +167,16 @@ def _groups(
     item = torch.finfo(work.dtype).bits // 8
     tile = max(1, tile_bytes // (item * 2 * (num_chosen * (width + num_heads) + num_heads * width)))
     space = TokenSpace(prefix, held_BSE)
-    addresses_NK, seen_NK = space.addresses(chosen_BTK), chosen_BTK.flatten(0, 1) >= 0
+    addresses_NK = space.addresses(chosen_BTK)
+    seen_NK = (chosen_BTK.flatten(0, 1) >= 0) & space.owns(addresses_NK)
     num_queries = addresses_NK.shape[0]
     room = gathered_bytes // (2 * item * width)  # tokens
     group = num_queries if space.size <= room else max(1, room // num_chosen)
     for first in range(0, num_queries, group):
         last = min(first + group, num_queries)
-        gathered = Gathered(space, addresses_NK[first:last])
+        gathered = Gathered(space, addresses_NK[first:last], seen_NK[first:last])
+        if not gathered.rows_UE.shape[0]:
+            continue
 
         def tiles(first: int = first, last: int = last, places_NK: torch.Tensor = gathered.places_NK) -> Parts:
             for begin in range(first, last, tile):

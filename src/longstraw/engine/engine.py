@@ -22,8 +22,7 @@ from longstraw.engine.sample import Draft, Sampling, default_stops, sample
 from longstraw.engine.step import Objective, Outcome, Scored
 from longstraw.objective.logprobs import tokens_a_chunk
 from longstraw.pages import PageStore, Tier
-from longstraw.parallel.context import ALONE
-from longstraw.parallel.reduce import DataMesh
+from longstraw.parallel.reduce import GradientMesh
 from longstraw.precision import wide_dtype
 from longstraw.state.resident import ResidentState
 
@@ -40,7 +39,8 @@ class Engine:
         segment_tokens: prompt tokens a piece.
         block_tokens: response tokens a piece; shorter responses share one.
         tier: where pages rest: "device", "host" or "disk".
-        mesh: a DeviceMesh with an axis "data"; `reduce_gradients` sums over it.
+        mesh: a DeviceMesh with the axes "data" (each rank its own prompts) or "context" (ranks share a prompt: all of
+            them make the same calls), or both; `reduce_gradients` sums over it.
         page_dir: parent of the disk tier's private directory; None is the system's temporary directory.
         tier_bytes: bounds by tier, as {"device": 8 << 30}: pages beyond one rest on the next tier down.
         head_bytes: bound on the logits that exist at a time, in float32; what is computed from them takes up to twice
@@ -82,8 +82,8 @@ class Engine:
         if tier not in list(Tier):
             raise ValueError(f'tier={tier!r}: choose "device", "host" or "disk"')
         self.tier = Tier(tier)
-        self.mesh = DataMesh(mesh)
-        self.context = ALONE
+        self.mesh = GradientMesh(mesh)
+        self.context = self.mesh.context
         self.page_dir = page_dir
         self.tier_bytes = checks.tier_bytes(tier_bytes)
         self.chunk = tokens_a_chunk(self.host.vocab_size, checks.positive("head_bytes", head_bytes, "bytes"))

@@ -98,7 +98,7 @@ class ModelHost:
         return hash((tuple(active), *((p.data_ptr(), p._version, p.requires_grad) for p in self.model.parameters())))
 
     def new_chain(self, store: PageStore, grad_from: int) -> Chain:
-        return Chain([layer.chain(store, grad_from) for layer in self.layers])
+        return Chain([layer.chain(store, grad_from) for layer in self.layers], context=store.context)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from longstraw.engine.host import ModelHost
 from longstraw.engine.piece import Piece
 from longstraw.objective import logprobs
+from longstraw.parallel.context import Context
 from longstraw.state.chain import Chain
 
 
@@ -22,10 +23,12 @@ class Run:
 
     Attributes:
         cache: the layers that it ran on, which hold what its tokens leave behind.
-        hidden_BTE: its output; None where nothing reads it.
+        context: whose its tokens are.
+        hidden_BTE: the output of this rank's tokens; None where nothing reads it.
     """
 
     cache: Cache
+    context: Context
     hidden_BTE: torch.Tensor | None
 
 
@@ -48,9 +51,10 @@ def run(host: ModelHost, chain: Chain, index: int, piece: Piece, *, graph: bool 
     Args:
         graph: with autograd, for `pull_back`.
     """
+    context = chain.context.of(piece.start, piece.num_tokens)
     with torch.set_grad_enabled(graph):
-        cache = chain.enter(index, graph=graph, output_read=piece.targets_BT is not None)
-        return Run(cache, host.forward(piece.ids_BT, piece.start, cache))
+        cache = chain.enter(index, context, graph=graph, output_read=piece.targets_BT is not None)
+        return Run(cache, context, host.forward(context.deal(piece.ids_BT), context.own_start, cache))
 
 
 def extend(host: ModelHost, chain: Chain, piece: Piece) -> Run:
@@ -72,9 +76,11 @@ def decode(host: ModelHost, cache: Cache, piece: Piece) -> torch.Tensor:
 def score(host: ModelHost, piece: Piece, done: Run, options: HeadOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of a piece's targets and entropies, [B, T] each, from its output."""
     assert done.hidden_BTE is not None and piece.targets_BT is not None
-    hidden_NE, targets_N = done.hidden_BTE.detach().flatten(0, 1), piece.targets_BT.flatten()
+    targets_BT = done.context.deal(piece.targets_BT)
+    hidden_NE, targets_N = done.hidden_BTE.detach().flatten(0, 1), targets_BT.flatten()
     logps_N, entropies_N = logprobs.score(host.head, hidden_NE, targets_N, options.temperature, options.chunk)
-    return logps_N.view(piece.targets_BT.shape), entropies_N.view(piece.targets_BT.shape)
+    logps_BT, entropies_BT = (done.context.collect(found.view(targets_BT.shape)) for found in (logps_N, entropies_N))
+    return logps_BT, entropies_BT
 
 
 def backward(
@@ -101,8 +107,8 @@ def backward(
         gradient_NE = logprobs.hidden_gradient(
             host.head,
             done.hidden_BTE.flatten(0, 1),
-            piece.targets_BT.flatten(),
-            cotangents_BT.flatten(),
+            done.context.deal(piece.targets_BT).flatten(),
+            done.context.deal(cotangents_BT).flatten(),
             options.temperature,
             options.chunk,
         )

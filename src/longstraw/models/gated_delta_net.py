@@ -85,9 +85,9 @@ def mix(
     q, k, v = (part.to(wide) for part in short_convolution.convolve(piece, parts, kernels))
     q, k = delta_rule.unit(q) * q.shape[-1] ** -0.5, delta_rule.unit(k)
     state = piece.recurrent_states[0]
-    g, beta = (piece.context.to_heads(x.to(wide)) for x in (g_BTH, beta_BTH))
+    g, beta = (piece.context.to_heads(x.to(wide), beta_BTH.shape[2]) for x in (g_BTH, beta_BTH))
     out = delta_rule.scan(q, k, v, g, beta, state, piece.update_recurrent_state)
-    return piece.context.to_tokens(out.to(dtype))
+    return piece.context.to_tokens(out.to(dtype), beta_BTH.shape[2])
 
 
 def combine(layer: Any, out_BTHV: torch.Tensor, gate_BTHV: torch.Tensor) -> torch.Tensor:

@@ -85,10 +85,11 @@ def mix(piece: Any, parts_BTHC: list[torch.Tensor], dt_BTH: torch.Tensor, heads:
     """
     wide = dt_BTH.dtype
     x_BTHP, b_BTGN, c_BTGN = (part.to(wide) for part in short_convolution.convolve(piece, parts_BTHC, heads.kernels))
-    a_log_H, d_H = (piece.context.own_heads(x) for x in (heads.a_log_H, heads.d_H))
-    dt_BTH, a_H = piece.context.to_heads(dt_BTH), -a_log_H.to(wide).exp()
+    num_heads = dt_BTH.shape[2]
+    a_log_H, d_H = (piece.context.own_heads(x, num_heads) for x in (heads.a_log_H, heads.d_H))
+    dt_BTH, a_H = piece.context.to_heads(dt_BTH, num_heads), -a_log_H.to(wide).exp()
     y_BTHP = scan(x_BTHP, dt_BTH, a_H, b_BTGN, c_BTGN, piece.recurrent_states[0], piece.update_recurrent_state)
-    return piece.context.to_tokens(y_BTHP + d_H[:, None] * x_BTHP)
+    return piece.context.to_tokens(y_BTHP + d_H[:, None] * x_BTHP, num_heads)
 
 
 def combine(mixer: Any, y_BTI: torch.Tensor, gate_BTI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -49,12 +49,12 @@ def convolve(piece: Any, parts_BTHC: Sequence[torch.Tensor], kernels: Kernels) -
         piece: gives the tail before the piece and takes the new one.
         parts_BTHC: [B, T, H, C] each.
     """
-    context = piece.context
-    parts_BTHC = [context.to_heads(part) for part in parts_BTHC]
-    weight_CK = torch.cat([context.own_heads(weight).flatten(0, 1) for weight in kernels.weights])
+    context, num_heads = piece.context, max(part.shape[2] for part in parts_BTHC)
+    parts_BTHC = [context.to_heads(part, num_heads) for part in parts_BTHC]
+    weight_CK = torch.cat([context.own_heads(weight, num_heads).flatten(0, 1) for weight in kernels.weights])
     bias_C = None
     if kernels.biases is not None:
-        bias_C = torch.cat([context.own_heads(bias).flatten() for bias in kernels.biases])
+        bias_C = torch.cat([context.own_heads(bias, num_heads).flatten() for bias in kernels.biases])
     mixed_BTC = torch.cat([part.flatten(2) for part in parts_BTHC], -1)
     seen_BCS = piece.update_conv_state(mixed_BTC.transpose(1, 2), conv_kernel_size=weight_CK.shape[1])
     out_BCT = causal(seen_BCS, weight_CK, bias_C, mixed_BTC.shape[1])

@@ -8,7 +8,7 @@ import torch
 
 from longstraw.pages.store import PageStore
 from longstraw.pages.table import Page
-from longstraw.parallel.context import Context
+from longstraw.parallel.context import ALONE, Context
 
 
 class Prefix:
@@ -16,24 +16,25 @@ class Prefix:
 
     Args:
         store: holds the pages; each page's tensors have one row, shared by all rows of the piece, or as many as it.
-        pages: in the order of their tokens.
+        pages: in the order of their tokens; None where this rank has none.
         num_constant: so many of the first pages are constants: no gradient is computed for them.
+        context: who has the piece's tokens, and the pages that this rank has not; None for one process, where the piece
+            follows the last page.
     """
 
-    def __init__(self, store: PageStore, pages: Sequence[Page] = (), num_constant: int = 0) -> None:
-        self.pages = list(pages)
+    def __init__(
+        self,
+        store: PageStore,
+        pages: Sequence[Page | None] = (),
+        num_constant: int = 0,
+        context: Context | None = None,
+    ) -> None:
+        self.pages = [page for page in pages if page is not None]
+        if context is None:
+            context = ALONE.decoding(self.pages[-1].stop if self.pages else 0)
+        self.context = context
         self._store = store
-        self._constant = {page.number for page in self.pages[:num_constant]}
-
-    @property
-    def context(self) -> Context:
-        """Whose pages these are, and who owns the others."""
-        return self._store.context
-
-    @property
-    def stop(self) -> int:
-        """Absolute position of the token after the last; 0 where there is none."""
-        return self.pages[-1].stop if self.pages else 0
+        self._constant = {page.number for page in pages[:num_constant] if page is not None}
 
     def stage(self) -> None:
         """Starts bringing the first page, which `stream` will begin with."""

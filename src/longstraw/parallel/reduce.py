@@ -7,34 +7,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longstraw.parallel.context import ALONE
+from longstraw.parallel.ranks import RankContext
 from longstraw.precision import wide_dtype
 
+AXES = ("data", "context")
 
-class DataMesh:
-    """The axes that gradients are summed over.
+
+class GradientMesh:
+    """The axes that gradients are summed over: ranks with other prompts ("data"), and ranks that share one ("context").
 
     Args:
-        mesh: a DeviceMesh with the axis "data", or None for one process.
+        mesh: a DeviceMesh with axes among these, or None for one process.
+
+    Attributes:
+        context: who holds what of a prompt.
 
     Raises:
         ValueError: an axis that is not served.
     """
 
     def __init__(self, mesh: Any = None) -> None:
-        self._group = None
-        if mesh is None:
-            return
-        names = mesh.mesh_dim_names or ()
-        if tuple(names) != ("data",):
+        names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
+        if mesh is not None and (not names or set(names) - set(AXES)):
             raise ValueError(
-                f'mesh has the axes {tuple(names)}: only one axis "data" is served so far (each rank its own prompts); '
-                'make it with init_device_mesh(..., mesh_dim_names=("data",))'
+                f'mesh has the axes {names}: served are "data" (each rank its own prompts) and "context" (ranks share '
+                'a prompt); make it with init_device_mesh(..., mesh_dim_names=("data", "context"))'
             )
-        self._group = mesh.get_group("data")
+        self._groups = [mesh.get_group(name) for name in names]
+        shared = "context" in names and dist.get_world_size(mesh.get_group("context")) > 1
+        self.context = RankContext(mesh.get_group("context")) if shared else ALONE
 
     def sum_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Sums `.grad` over the ranks, in float32 at least; a rank without one contributes zero."""
-        if self._group is None:
+        if not self._groups:
             return
         for parameter in parameters:
             if parameter.grad is None:
@@ -43,9 +49,10 @@ class DataMesh:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the ranks, in place, in float32 at least."""
-        if self._group is None:
+        if not self._groups:
             return
         total = tensor.to(wide_dtype(tensor.dtype))
-        dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
+        for group in self._groups:
+            dist.all_reduce(total, dist.ReduceOp.SUM, group)
         if total is not tensor:
             tensor.copy_(total)

@@ -13,6 +13,7 @@ import torch
 
 from longstraw.pages import Page, PageStore
 from longstraw.pages.prefix import Prefix
+from longstraw.parallel.context import Context
 from longstraw.state.layer import LayerChain, PieceLayer
 from longstraw.state.tail import Tail
 
@@ -22,6 +23,8 @@ Tensors = tuple[torch.Tensor, ...]
 class AppendedChain(LayerChain):
     """One layer's grown state along one chain. Only the first column's pages collect a gradient.
 
+    A rank whose share of a piece is padding alone has no page of it, None in its place.
+
     Args:
         store: where the pages go.
         grad_from: pages of pieces before this one are constants to every gradient.
@@ -29,7 +32,7 @@ class AppendedChain(LayerChain):
 
     Attributes:
         columns: kinds of the pages that a piece may write.
-        piece: the layer that a piece, or a decoder, runs on: (one prefix a column, grows) -> AppendedPiece.
+        piece: the layer that a piece, or a decoder, runs on: (one prefix a column, context, grows) -> AppendedPiece.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -38,9 +41,9 @@ class AppendedChain(LayerChain):
     def __init__(self, store: PageStore, grad_from: int = 0, parent: Self | None = None) -> None:
         self.store = store
         self.grad_from = grad_from
-        self.pages: list[list[Page]] = [[] for _ in self.columns]
+        self.pages: list[list[Page | None]] = [[] for _ in self.columns]
         self.num_pieces = 0
-        self._before: list[list[Page]] = [[] for _ in self.columns]
+        self._before: list[list[Page | None]] = [[] for _ in self.columns]
         self._num_constant = 0
         if parent is not None:
             self._before = [before + own for before, own in zip(parent._before, parent.pages)]
@@ -49,24 +52,26 @@ class AppendedChain(LayerChain):
     def fork(self) -> Self:
         return type(self)(self.store, parent=self)
 
-    def enter(self, index: int, rows: int, graph: bool) -> Any:
-        return self.piece(self._prefixes(index))
+    def enter(self, index: int, rows: int, context: Context, graph: bool) -> Any:
+        return self.piece(self._prefixes(index, context), context)
 
-    def decoder(self, rows: int) -> Any:
-        return self.piece(self._prefixes(self.num_pieces), grows=True)
+    def decoder(self, rows: int, context: Context) -> Any:
+        return self.piece(self._prefixes(self.num_pieces, context), context, grows=True)
 
     def commit(self, index: int, piece: AppendedPiece, start: int) -> None:
         if index != self.num_pieces:
             raise RuntimeError(f"piece {index} is committed after {self.num_pieces} pieces")
         for kind, pages, tensors in zip(self.columns, self.pages, piece.held):
             if tensors is not None:
-                pages.append(self.store.put(kind, start, tensors))
+                empty = tensors[0].shape[-2] == 0  # a rank's share may be padding alone
+                pages.append(None if empty else self.store.put(kind, piece.context.own_start, tensors))
         self.num_pieces += 1
 
     def outputs(self, index: int, piece: AppendedPiece) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if index >= self.num_pieces:  # the chain's last piece was never committed: nothing came after it
             return []
-        cotangents = self.store.take_cotangent(self.pages[0][index])
+        page = self.pages[0][index]
+        cotangents = None if page is None else self.store.take_cotangent(page)
         if not self.store.context.agree(cotangents is not None):
             return []
         if cotangents is None:  # but other ranks have some, and their graphs wait for this one's
@@ -77,25 +82,29 @@ class AppendedChain(LayerChain):
         """Nothing to move: the attention's backward has already added to the pages it read."""
 
     def stored(self, index: int) -> Tensors:
-        return self.store.fetch(self.pages[0][index])
+        page = self.pages[0][index]
+        return () if page is None else self.store.fetch(page)
 
     def truncate(self, num_pieces: int) -> None:
         for pages in self.pages:
             while len(pages) > num_pieces:
-                self.store.free(pages.pop())
+                page = pages.pop()
+                if page is not None:
+                    self.store.free(page)
         self.num_pieces = min(self.num_pieces, num_pieces)
 
     def drop_cotangents(self) -> None:
         for page in self.pages[0]:
-            self.store.drop_cotangent(page)
+            if page is not None:
+                self.store.drop_cotangent(page)
 
     def _constant_before(self, index: int) -> int:
         return self._num_constant + min(self.grad_from, index)
 
-    def _prefixes(self, index: int) -> list[Prefix]:
+    def _prefixes(self, index: int, context: Context) -> list[Prefix]:
         constant = self._constant_before(index)
         return [
-            Prefix(self.store, before + own[:index], constant if column == 0 else 0)
+            Prefix(self.store, before + own[:index], constant if column == 0 else 0, context)
             for column, (before, own) in enumerate(zip(self._before, self.pages))
         ]
 
@@ -105,13 +114,15 @@ class AppendedPiece(PieceLayer):
 
     Attributes:
         prefixes: the pages before the piece, one a column.
+        context: who has the piece's tokens; this rank keeps its own.
         grows: whether it serves a decoder, over many forward passes.
         held: what the tokens left behind, one tuple of [B, ..., S, dim] a column; None before them, and for a column
             that the layer does not write.
     """
 
-    def __init__(self, prefixes: Sequence[Prefix], grows: bool = False) -> None:
+    def __init__(self, prefixes: Sequence[Prefix], context: Context, grows: bool = False) -> None:
         super().__init__()
+        self.context = context
         self.prefixes = list(prefixes)
         self.grows = grows
         self.held: list[Tensors | None] = [None for _ in prefixes]
@@ -125,7 +136,7 @@ class AppendedPiece(PieceLayer):
         if self.grows:
             self.held = [None if c is None else self._grown(place, c) for place, c in enumerate(columns)]
         else:
-            self.held = list(columns)
+            self.held = [None if c is None else tuple(self.context.unpadded(t, -2) for t in c) for c in columns]
             self.complete()
         return self.held
 

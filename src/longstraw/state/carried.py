@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from longstraw.pages import Page, PageStore
+from longstraw.parallel.context import Context
 from longstraw.state.layer import LayerChain, PieceLayer
 
 Tensors = tuple[torch.Tensor, ...]
@@ -79,13 +80,13 @@ class CarriedChain(LayerChain):
             return self.parent.constant_at(self.parent.num_pieces)
         return index <= self.grad_from
 
-    def enter(self, index: int, rows: int, graph: bool) -> Any:
+    def enter(self, index: int, rows: int, context: Context, graph: bool) -> Any:
         start = self.start_of(index)
         if start is not None and graph and not self.constant_at(index):
             if index and not self._keeps(index):  # a graph that is kept outlives this page
                 start = tuple(t.clone() for t in start)
             start = tuple(t.detach().requires_grad_() for t in start)
-        return self._piece(start, rows)
+        return self._piece(start, rows, context)
 
     def commit(self, index: int, piece: CarriedPiece, start: int) -> None:
         if index != self.num_pieces:
@@ -147,9 +148,9 @@ class CarriedChain(LayerChain):
         else:
             self._cotangents[index] = tuple(g.clone() for g in wide)
 
-    def _piece(self, start: Tensors | None, rows: int) -> Any:
+    def _piece(self, start: Tensors | None, rows: int, context: Context) -> Any:
         piece = self.piece(start, rows)
-        piece.context = self.store.context
+        piece.context = context
         return piece
 
     def _keeps(self, index: int) -> bool:
@@ -158,8 +159,8 @@ class CarriedChain(LayerChain):
     def _put(self, index: int, start: int, state: Tensors) -> None:
         self._states[index] = self.store.put(self.kind, start, state, token_dim=None)
 
-    def decoder(self, rows: int) -> Any:
-        return self._piece(self.start_of(self.num_pieces), rows)
+    def decoder(self, rows: int, context: Context) -> Any:
+        return self._piece(self.start_of(self.num_pieces), rows, context)
 
     def truncate(self, num_pieces: int) -> None:
         for index in [i for i in self._states if i > num_pieces]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from longstraw.parallel.context import ALONE, Context
 from longstraw.state.carried import CarriedChain
 from longstraw.state.layer import LayerChain
 
@@ -20,9 +21,11 @@ class Chain:
         layers: one layer chain a model layer, all of them at the same piece.
         start: absolute position of the first token.
         rows: batch rows of every piece.
+        context: who holds what of it.
     """
 
-    def __init__(self, layers: Sequence[LayerChain], start: int = 0, rows: int = 1) -> None:
+    def __init__(self, layers: Sequence[LayerChain], start: int = 0, rows: int = 1, context: Context = ALONE) -> None:
+        self.context = context
         self.layers = list(layers)
         self.rows = rows
         parts = [part for layer in self.layers for part in getattr(layer, "parts", (layer,))]
@@ -40,17 +43,21 @@ class Chain:
 
     def fork(self, rows: int) -> Chain:
         """A branch of `rows` rows that starts where this chain ends; this chain never changes through it."""
-        return Chain([layer.fork() for layer in self.layers], self.stop, rows)
+        return Chain([layer.fork() for layer in self.layers], self.stop, rows, self.context)
 
-    def enter(self, index: int, *, graph: bool = False, output_read: bool = True) -> Cache:
+    def enter(
+        self, index: int, context: Context | None = None, *, graph: bool = False, output_read: bool = True
+    ) -> Cache:
         """The cache that piece `index` runs on.
 
         Args:
+            context: of the piece; by default one that every rank runs whole.
             graph: the piece will be pulled back. Call with autograd enabled.
             output_read: something reads the piece's hidden states. Otherwise the last layer with a state stops the
                 forward pass with `PieceComplete` as soon as its state is written.
         """
-        pieces = [layer.enter(index, self.rows, graph) for layer in self.layers]
+        context = context or self.context.decoding(self.starts[index])
+        pieces = [layer.enter(index, self.rows, context, graph) for layer in self.layers]
         for piece in [piece for piece in pieces if piece.writes][-1:]:
             piece.last = not output_read
         for one, after in pairwise(pieces):
@@ -59,7 +66,8 @@ class Chain:
 
     def decoder(self, rows: int) -> Cache:
         """A cache that carries on from the chain's end, token by token, without a graph."""
-        return Cache(layers=[layer.decoder(rows) for layer in self.layers])
+        context = self.context.decoding(self.stop)
+        return Cache(layers=[layer.decoder(rows, context) for layer in self.layers])
 
     def commit(self, cache: Cache, num_tokens: int) -> None:
         """Appends the piece that has just run on `cache`."""

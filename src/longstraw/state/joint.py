@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from longstraw.pages import PageStore
+from longstraw.parallel.context import Context
 from longstraw.state.kv import KVChain
 from longstraw.state.layer import LayerChain, PieceLayer
 from longstraw.state.recurrent import RecurrentChain
@@ -29,8 +30,8 @@ class JointChain(LayerChain):
         recurrent, attention = self.parts
         return JointChain(self._store, parts=(recurrent.fork(), attention.fork()))
 
-    def enter(self, index: int, rows: int, graph: bool) -> JointPiece:
-        return JointPiece(*(part.enter(index, rows, graph) for part in self.parts))
+    def enter(self, index: int, rows: int, context: Context, graph: bool) -> JointPiece:
+        return JointPiece(*(part.enter(index, rows, context, graph) for part in self.parts))
 
     def commit(self, index: int, piece: JointPiece, start: int) -> None:
         for part, one in zip(self.parts, piece.parts):
@@ -50,8 +51,8 @@ class JointChain(LayerChain):
     def stored(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for part in self.parts for tensor in part.stored(index))
 
-    def decoder(self, rows: int) -> JointPiece:
-        return JointPiece(*(part.decoder(rows) for part in self.parts))
+    def decoder(self, rows: int, context: Context) -> JointPiece:
+        return JointPiece(*(part.decoder(rows, context) for part in self.parts))
 
     def truncate(self, num_pieces: int) -> None:
         for part in self.parts:

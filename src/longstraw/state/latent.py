@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from longstraw.pages.prefix import Prefix
+from longstraw.parallel.context import Context
 from longstraw.state.appended import AppendedChain, AppendedPiece
 
 
@@ -24,8 +25,8 @@ class LatentPiece(AppendedPiece):
         weights: the attention's expansion weights, where the model's family keeps them from token to token.
     """
 
-    def __init__(self, prefixes: Sequence[Prefix], grows: bool = False) -> None:
-        super().__init__(prefixes, grows)
+    def __init__(self, prefixes: Sequence[Prefix], context: Context, grows: bool = False) -> None:
+        super().__init__(prefixes, context, grows)
         self.chosen: torch.Tensor | None = None
         self.weights: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from longstraw.parallel.context import ALONE
+from longstraw.parallel.context import ALONE, Context
 
 
 class PieceComplete(Exception):
@@ -31,11 +31,12 @@ class LayerChain(ABC):
         """A branch that starts at this chain's end and never changes it."""
 
     @abstractmethod
-    def enter(self, index: int, rows: int, graph: bool) -> Any:
+    def enter(self, index: int, rows: int, context: Context, graph: bool) -> Any:
         """A cache layer for piece `index`, which starts from the state that piece `index - 1` left.
 
         Args:
             rows: batch rows of the piece.
+            context: who has its tokens.
             graph: the piece will be pulled back: the starting state has to collect a gradient.
         """
 
@@ -59,7 +60,7 @@ class LayerChain(ABC):
         """What `commit` kept of piece `index`."""
 
     @abstractmethod
-    def decoder(self, rows: int) -> Any:
+    def decoder(self, rows: int, context: Context) -> Any:
         """A piece layer that carries on from the chain's end over any number of forward passes, without a graph.
 
         It has `select(rows)`, which keeps the given rows only.
@@ -82,7 +83,7 @@ class PieceLayer:
     writes = True  # its tokens leave a state behind
     last = False  # set on the last layer of a piece whose output nothing reads
     next_layer: PieceLayer | None = None
-    context = ALONE  # who has the other tokens of the piece
+    context: Context = ALONE  # who has the piece's tokens
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare."""

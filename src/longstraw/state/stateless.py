@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from longstraw.pages import PageStore
+from longstraw.parallel.context import Context
 from longstraw.state.layer import LayerChain, PieceLayer
 
 
@@ -19,7 +20,7 @@ class StatelessChain(LayerChain):
     def fork(self) -> StatelessChain:
         return self
 
-    def enter(self, index: int, rows: int, graph: bool) -> StatelessPiece:
+    def enter(self, index: int, rows: int, context: Context, graph: bool) -> StatelessPiece:
         return StatelessPiece()
 
     def commit(self, index: int, piece: Any, start: int) -> None:
@@ -34,7 +35,7 @@ class StatelessChain(LayerChain):
     def stored(self, index: int) -> tuple[torch.Tensor, ...]:
         return ()
 
-    def decoder(self, rows: int) -> StatelessPiece:
+    def decoder(self, rows: int, context: Context) -> StatelessPiece:
         return StatelessPiece()
 
     def truncate(self, num_pieces: int) -> None:

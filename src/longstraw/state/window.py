@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,14 +55,17 @@ class WindowPiece(CarriedPiece, CacheLayerMixin):
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, kwargs: dict[str, Any], **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = key_states, value_states
-        if self.end is not None:
-            keys, values = (torch.cat([tail, new], -2) for tail, new in zip(self.end, (keys, values)))
+        everyone = tuple(self.context.gather_keys(own) for own in (key_states, value_states))
+        seen = self._behind_tail([self.context.until_own(x, -2) for x in everyone])
+        keys, values = self._behind_tail([self.context.all_unpadded(x, -2) for x in everyone])
         first = max(0, keys.shape[-2] - self.size + 1)
         self.end = (keys[..., first:, :], values[..., first:, :])
         kwargs[PIECE] = self
         self.complete()
-        return keys, values
+        return seen[0], seen[1]
+
+    def _behind_tail(self, new: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return new if self.end is None else [torch.cat([tail, x], -2) for tail, x in zip(self.end, new)]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
         if scores.window not in (None, self.size):
