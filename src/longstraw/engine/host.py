@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.cache_utils import Cache
 
+from longstraw.engine.evaluation import evaluating
 from longstraw.engine.recompute import recomputed_layers
 from longstraw.models import adapted, family_of
 from longstraw.pages import PageStore
@@ -108,22 +109,9 @@ class ModelHost:
             ValueError: dropout is active: a recomputed graph would be another function.
         """
         self._refuse_dropout()
-        training = [module for module in self.model.modules() if module.training]
-        # In evaluation mode on some CPUs bitsandbytes repacks 4-bit weights for a kernel without a backward.
-        repacking = [m for m in self.model.modules() if getattr(m, "support_avx512bf16_for_cpu", False)]
-        try:
-            for module in training:
-                module.training = False
-            for module in repacking:
-                module.support_avx512bf16_for_cpu = False
-            recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
-            with adapted(self.backbone, self.layers), recomputed:
-                yield
-        finally:
-            for module in training:
-                module.training = True
-            for module in repacking:
-                module.support_avx512bf16_for_cpu = True
+        recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
+        with evaluating(self.model), adapted(self.backbone, self.layers), recomputed:
+            yield
 
     def forward(self, ids_BT: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
         """Hidden states [B, T, E] of a piece whose first token stands at `start`; None if its output is not read."""
