@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache
 from longstraw.engine.evaluation import evaluating
 from longstraw.engine.recompute import recomputed_layers
 from longstraw.models import adapted, family_of
+from longstraw.models.positions import position_limit, refuse_length_dependent
+from longstraw.models.rotary import repair
 from longstraw.pages import PageStore
 from longstraw.state.chain import Chain
 from longstraw.state.layer import PieceComplete
@@ -62,12 +64,8 @@ class ModelHost:
         self.config = text_config
         self.layers = self.family.layers(text_config)
         self._report_without_gradient()
-        rope = getattr(text_config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(
-                f"rope_type {rope['rope_type']!r} changes with the length of the sequence, so pieces of one prompt "
-                "would not agree; choose one factor for all lengths, such as rope_type 'yarn' or 'linear'"
-            )
+        refuse_length_dependent(text_config)
+        repair(self.backbone)
 
     @property
     def device(self) -> torch.device:
@@ -80,12 +78,7 @@ class ModelHost:
     @property
     def position_limit(self) -> int | None:
         """Positions that the model is made for: its own, or what an explicit RoPE override stretches them to."""
-        limit = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if limit and rope.get("rope_type", "default") != "default" and "factor" in rope:
-            original = rope.get("original_max_position_embeddings", limit)
-            limit = max(limit, int(original * rope["factor"]))
-        return limit
+        return position_limit(self.config)
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

@@ -90,7 +90,7 @@ def _compare(host: ModelHost, run: RunInPieces, narrow: torch.dtype) -> Trial:
         warnings.warn(
             f"the engine's forward is not compared with the stock one: {why_not}. Whether every layer is served by its "
             "own chain shows only in results",
-            stacklevel=5,
+            stacklevel=4,
         )
         return Trial(not_covered=["everything"])
     trial = Trial(num_tokens, not_covered=not_covered)
