@@ -131,9 +131,15 @@ class ModelHost:
         for name, module in self.model.named_modules():
             if not module.training:
                 continue
+            noise = getattr(module, "jitter_noise", 0.0)  # of a router
             rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
             if isinstance(rate, float) and rate > 0:
                 raise ValueError(
                     f"dropout is active in {name or 'the model'} (rate {rate}): a replayed graph would not be the one "
                     "that was scored; set it to 0 (attention_dropout, lora_dropout) or call model.eval()"
+                )
+            if isinstance(noise, float) and noise > 0:
+                raise ValueError(
+                    f"the router in {name} adds noise (jitter_noise {noise}): a replayed graph would not be the one "
+                    "that was scored; set router_jitter_noise to 0 or call model.eval()"
                 )
