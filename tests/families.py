@@ -29,6 +29,8 @@ _DENSE: dict[str, Any] = dict(
 _SOURCES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 _SOURCES += ["glm_moe_dsa", "deepseek_v32", "deepseek_v3", "glm4_moe_lite", "youtu"]
 _SOURCES += ["bamba", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "lfm2", "lfm2_moe", "falcon_h1"]
+_SOURCES += ["ministral3", "olmo3", "phi3", "smollm3", "qwen3_moe", "mixtral", "minimax_m2", "gpt_oss", "granite"]
+_SOURCES += ["gemma2", "gemma3", "gemma4"]
 _DELTA = dict(
     head_dim=16,
     linear_key_head_dim=8,
@@ -131,8 +133,59 @@ _RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         | dict(num_experts=4, num_experts_per_tok=2),
     ),
 }
+_ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+_WINDOWS = dict(
+    head_dim=16, sliding_window=11, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+)
+_GEMMA_4 = dict(
+    head_dim=16,
+    global_head_dim=24,
+    sliding_window=11,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=VOCAB,
+    pad_token_id=0,
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    final_logit_softcapping=2.0,
+)
+_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", dict(head_dim=16, sliding_window=13)),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", dict(sliding_window=11)),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=13, pad_token_id=0)),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _ROUTED | dict(head_dim=16, num_experts=4)),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _ROUTED | dict(num_local_experts=4, sliding_window=13)),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", _ROUTED | dict(head_dim=16, num_local_experts=4)),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _ROUTED | _WINDOWS | dict(num_local_experts=4, pad_token_id=0)),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        dict(logits_scaling=4.0, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5),
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        _WINDOWS | dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    ),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _WINDOWS | dict(query_pre_attn_scalar=16)),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", _GEMMA_4),
+    "gemma4_shared": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        _GEMMA_4 | dict(num_hidden_layers=6, num_kv_shared_layers=3)
+        | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2),
+    ),
+    "gemma4_experts": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        _GEMMA_4
+        | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
+        | dict(attention_k_eq_v=True, num_global_key_value_heads=1),
+    ),
+}  # fmt: skip
 
 FAMILIES = list(_RECIPES)
+ATTENTION = list(_ATTENTION)
 RECURRENT = [*_RECURRENT, "qwen3_5", "qwen3_next"]  # their recurrence runs on a forward of the engine's own
 DENSE_AND_HYBRID = FAMILIES[: FAMILIES.index("qwen3_5_image") + 1]
 WITH_RECURRENCE = [name for name, recipe in _RECIPES.items() if "linear_key_head_dim" in recipe[2]]
@@ -140,7 +193,7 @@ WITH_RECURRENCE = [name for name, recipe in _RECIPES.items() if "linear_key_head
 
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A model in evaluation mode. A float64 one is exact to 1e-11 only within `computing_in_float64`."""
-    config_name, model_name, extra = (_RECIPES | _RECURRENT)[family]
+    config_name, model_name, extra = (_RECIPES | _RECURRENT | _ATTENTION)[family]
     torch.manual_seed(seed)
     options = deepcopy({**_DENSE, **extra, **changes})  # configs keep the lists that they are given
     if family == "qwen3_5_image":

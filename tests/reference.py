@@ -15,7 +15,12 @@ from unittest import mock
 import torch
 
 _LEFT_BEHIND = ("k_proj", "k_norm", "v_proj", "in_proj_qkv", "in_proj_qkvz", "kv_a_proj_with_mqa", "kv_a_layernorm")
-_LEFT_BEHIND += ("q_proj", "k_layernorm", "in_proj")  # a convolution reads them, or nothing but the token itself does
+_LEFT_BEHIND += (
+    "q_proj",
+    "qkv_proj",
+    "k_layernorm",
+    "in_proj",
+)  # a convolution reads them, or nothing but the token itself does
 
 
 def response_logps(
@@ -98,7 +103,9 @@ def _detached_before(model: Any, constant: int) -> Iterator[None]:
         return
 
     def cut(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return torch.cat([output[:, :constant].detach(), output[:, constant:]], 1)
+        tokens = 1 if output.shape[1] > constant else 2  # Gemma 3 has its heads before them
+        early, late = output.split([constant, output.shape[tokens] - constant], tokens)
+        return torch.cat([early.detach(), late], tokens)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():

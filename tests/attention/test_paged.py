@@ -290,9 +290,11 @@ def test_the_attention_function_outside_the_engine() -> None:
     x = torch.zeros(1, 2, 3, 4)
     module = torch.nn.Module()
     with pytest.raises(RuntimeError, match=r"only inside longstraw\.Engine"):
-        interface.forward(module, x, x, x, None, 1.0)
-    live = {interface.PIECE: object()}
-    with pytest.raises(RuntimeError, match=r"dropout 0\.1"):
-        interface.forward(module, x, x, x, None, 1.0, dropout=0.1, **live)
-    with pytest.raises(RuntimeError, match="mask"):
-        interface.forward(module, x, x, x, torch.zeros(1, 1, 3, 3), 1.0, **live)
+        interface.forward(module, x, x, x, None, scaling=1.0)
+    piece = {interface.PIECE: object()}
+    with pytest.raises(ValueError, match=r"dropout=0\.1"):
+        interface.forward(module, x, x, x, None, scaling=1.0, dropout=0.1, **piece)
+    with pytest.raises(ValueError, match="mask"):
+        interface.forward(module, x, x, x, torch.zeros(1, 1, 3, 3), scaling=1.0, **piece)
+    with pytest.raises(ValueError, match="position_bias"):
+        interface.forward(module, x, x, x, None, scaling=1.0, position_bias=x, **piece)

@@ -72,6 +72,7 @@ def test_choice_equals_a_plain_sort_for_any_segment_size(
     """Few distinct tokens, each many times."""
     prompt = torch.randint(0, 4, (90,), generator=torch.Generator().manual_seed(0))
     model = make(family)
+    longstraw.Engine(model)  # compares it with the stock model, once
     choices = Choices(monkeypatch)
     longstraw.Engine(model, segment_tokens=1000).capture(prompt).release()
     assert len(choices.calls) == 2
@@ -124,6 +125,7 @@ def test_a_token_changes_no_log_probability_before_it(family: str) -> None:
 @pytest.mark.parametrize("family", SPARSE)
 def test_a_prompt_token_changes_no_state_before_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = build(family), group(num_prompt=60).prompt
+    longstraw.Engine(model)  # compares it with the stock model, once
     choices = Choices(monkeypatch)
     longstraw.Engine(model, segment_tokens=17).capture(prompt).release()
     before = choices.of_prompt()

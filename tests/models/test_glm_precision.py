@@ -33,6 +33,7 @@ def test_recomputation_chooses_and_routes_as_the_first_pass_did(
 
             module.register_forward_hook(record)
     engine = longstraw.Engine(model, segment_tokens=17, block_tokens=8)
+    choices.calls.clear(), seen.clear()
     passes = []
     with engine.capture(what.prompt) as state:
         passes.append((list(choices.calls), list(seen)))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longstraw.attention.scores import Scores
+from longstraw.attention.keywords import served
 
 NAME = "longstraw"
 PIECE = "longstraw_piece"  # the keyword through which a cache layer reaches the attention function
@@ -19,26 +19,19 @@ def forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    s_aux: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hands the call to the cache layer that the model has just updated; returns ([B, T, H, D], None).
 
     Raises:
-        RuntimeError: called without such a layer, with dropout, or with a mask.
+        RuntimeError: called without such a layer.
+        ValueError: a mask, dropout, or another keyword that is not served: see `keywords.served`.
     """
-    piece = kwargs.get(PIECE)
+    piece = kwargs.pop(PIECE, None)
     if piece is None:
         raise RuntimeError("the longstraw attention runs only inside longstraw.Engine, with its own cache")
-    if dropout:
-        raise RuntimeError(f"attention dropout {dropout} is active: a recomputed graph would be another function")
-    if attention_mask is not None:
-        raise RuntimeError("the longstraw attention takes no mask: pieces are causal and unpadded")
-    return piece.attend(query, key, value, Scores(scaling, s_aux, softcap, sliding_window)).transpose(1, 2), None
+    scores = served(module, kwargs, query.shape[-1], attention_mask)
+    return piece.attend(query, key, value, scores).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, forward)

@@ -20,6 +20,7 @@ from longstraw.engine.piece import Bundle, cut_prompt, pack
 from longstraw.engine.run import HeadOptions
 from longstraw.engine.sample import Draft, Sampling, default_stops, sample
 from longstraw.engine.step import Objective, Outcome, Scored
+from longstraw.engine.trial import compare_with_stock
 from longstraw.objective.logprobs import tokens_a_chunk
 from longstraw.pages import PageStore, Tier
 from longstraw.parallel.reduce import GradientMesh
@@ -55,7 +56,8 @@ class Engine:
         progress: called as (phase, tokens done, tokens in all) after every piece.
 
     Raises:
-        ValueError: an argument is out of range, or no adapter serves the model.
+        ValueError: an argument is out of range, no adapter serves the model, or it computes something else on a few
+            tokens here than by itself: see `compare_with_stock`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
             checks.not_negative("boundary_bytes", boundary_bytes)
         self.meter = Meter(self.host.device)
         self._progress = progress or (lambda phase, done, total: None)
+        self.trial = compare_with_stock(self.host)
 
     def capture(self, prompt_ids: Any) -> ResidentState:
         """Runs the prompt once without a graph and keeps what its responses need.

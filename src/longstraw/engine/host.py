@@ -11,8 +11,11 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.cache_utils import Cache
 
+from longstraw.engine.evaluation import evaluating
 from longstraw.engine.recompute import recomputed_layers
 from longstraw.models import adapted, family_of
+from longstraw.models.positions import position_limit, refuse_length_dependent
+from longstraw.models.rotary import repair
 from longstraw.pages import PageStore
 from longstraw.state.chain import Chain
 from longstraw.state.layer import PieceComplete
@@ -61,12 +64,8 @@ class ModelHost:
         self.config = text_config
         self.layers = self.family.layers(text_config)
         self._report_without_gradient()
-        rope = getattr(text_config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(
-                f"rope_type {rope['rope_type']!r} changes with the length of the sequence, so pieces of one prompt "
-                "would not agree; choose one factor for all lengths, such as rope_type 'yarn' or 'linear'"
-            )
+        refuse_length_dependent(text_config)
+        repair(self.backbone)
 
     @property
     def device(self) -> torch.device:
@@ -79,12 +78,7 @@ class ModelHost:
     @property
     def position_limit(self) -> int | None:
         """Positions that the model is made for: its own, or what an explicit RoPE override stretches them to."""
-        limit = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if limit and rope.get("rope_type", "default") != "default" and "factor" in rope:
-            original = rope.get("original_max_position_embeddings", limit)
-            limit = max(limit, int(original * rope["factor"]))
-        return limit
+        return position_limit(self.config)
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -108,22 +102,9 @@ class ModelHost:
             ValueError: dropout is active: a recomputed graph would be another function.
         """
         self._refuse_dropout()
-        training = [module for module in self.model.modules() if module.training]
-        # In evaluation mode on some CPUs bitsandbytes repacks 4-bit weights for a kernel without a backward.
-        repacking = [m for m in self.model.modules() if getattr(m, "support_avx512bf16_for_cpu", False)]
-        try:
-            for module in training:
-                module.training = False
-            for module in repacking:
-                module.support_avx512bf16_for_cpu = False
-            recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
-            with adapted(self.backbone, self.layers), recomputed:
-                yield
-        finally:
-            for module in training:
-                module.training = True
-            for module in repacking:
-                module.support_avx512bf16_for_cpu = True
+        recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
+        with evaluating(self.model), adapted(self.backbone, self.layers), recomputed:
+            yield
 
     def forward(self, ids_BT: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
         """Hidden states [B, T, E] of a piece whose first token stands at `start`; None if its output is not read."""
@@ -150,9 +131,15 @@ class ModelHost:
         for name, module in self.model.named_modules():
             if not module.training:
                 continue
+            noise = getattr(module, "jitter_noise", 0.0)  # of a router
             rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
             if isinstance(rate, float) and rate > 0:
                 raise ValueError(
                     f"dropout is active in {name or 'the model'} (rate {rate}): a replayed graph would not be the one "
                     "that was scored; set it to 0 (attention_dropout, lora_dropout) or call model.eval()"
+                )
+            if isinstance(noise, float) and noise > 0:
+                raise ValueError(
+                    f"the router in {name} adds noise (jitter_noise {noise}): a replayed graph would not be the one "
+                    "that was scored; set router_jitter_noise to 0 or call model.eval()"
                 )

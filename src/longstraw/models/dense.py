@@ -1,4 +1,7 @@
-"""Dense decoders with full or sliding-window attention: Llama, Qwen2, Qwen3, Mistral."""
+"""Decoders with full or sliding-window attention and nothing else that later tokens need.
+
+Routed experts look at one token at a time, and layers without positions are full attention, so neither shows here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def layers(config: Any) -> list[Layer]:
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral: one window for all layers, or none
+    if kinds is None:  # Mistral, Phi-3, Mixtral, Qwen3-MoE: one window for all layers, or none
         kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     return [_layer(kind, window) for kind in kinds]
 
@@ -35,4 +38,7 @@ def _window(size: int, store: Any, grad_from: int) -> WindowChain:
     return WindowChain(store, size, grad_from)
 
 
-register(Family(model_types=("llama", "qwen2", "qwen3", "mistral"), layers=layers))
+_DENSE = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "olmo3", "phi3", "smollm3")
+_EXPERTS = ("qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")
+
+register(Family(model_types=_DENSE + _EXPERTS, layers=layers))

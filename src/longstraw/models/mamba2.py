@@ -22,6 +22,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from longstraw.models import short_convolution
 from longstraw.models.family import Family, Layer, by_kind, register
+from longstraw.models.heads import parts_with_scaled_head
 from longstraw.models.short_convolution import Kernels
 from longstraw.precision import in_its_own_precision, wide_dtype
 from longstraw.state.joint import JointChain
@@ -174,6 +175,7 @@ def falcon_layers(config: Any) -> list[Layer]:
     return [Layer(JointChain, forward, "mamba")] * config.num_hidden_layers
 
 
-register(Family(("bamba", "granitemoehybrid"), layers))
+register(Family(("bamba",), layers))
+register(Family(("granitemoehybrid",), layers, parts=parts_with_scaled_head(divisor="logits_scaling")))
 register(Family(("nemotron_h",), nemotron_layers))
-register(Family(("falcon_h1",), falcon_layers))
+register(Family(("falcon_h1",), falcon_layers, parts=parts_with_scaled_head(multiplier="lm_head_multiplier")))
