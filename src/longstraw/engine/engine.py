@@ -37,8 +37,8 @@ class Engine:
         model: a transformers causal LM, PEFT-wrapped or not, on its device.
         prompt_grad: "full": the exact gradient; "none": the prompt's state is a constant; an int N: only what the last
             N prompt tokens computed is in the graph.
-        segment_tokens: prompt tokens a piece.
-        block_tokens: response tokens a piece; shorter responses share one.
+        segment_tokens: tokens of a segment, a piece of the prompt.
+        block_tokens: tokens of a block, a piece of a response; shorter responses share one.
         tier: where pages rest: "device", "host" or "disk".
         mesh: a DeviceMesh with an axis "data"; `reduce_gradients` sums over it.
         page_dir: parent of the disk tier's private directory; None is the system's temporary directory.
@@ -49,13 +49,14 @@ class Engine:
         retain_graph_bytes: so much memory for graphs of the prompt's last segments, and for scored responses (the pages
             of their blocks on any tier, the graph of the last one), which need no recomputation then. Results are the
             same with any value.
-        boundary_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
-            where it does not hold them all, some are recomputed (`ResidentState.boundary_stride` says how many are
-            kept), and where it is below the least that this takes, a warning says so. None is no bound.
+        boundary_bytes: bound on carried states (recurrent, convolution and window ones) at segment boundaries, which
+            `prompt_grad="full"` needs; where it does not hold them all, some are recomputed
+            (`ResidentState.boundary_stride` says how many are kept), and where it is below the least that this takes, a
+            warning says so. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
 
     Raises:
-        ValueError: an argument is out of range, or no adapter serves the model.
+        ValueError: an argument is out of range, or no family serves the model.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class Engine:
         self._progress = progress or (lambda phase, done, total: None)
 
     def capture(self, prompt_ids: Any) -> ResidentState:
-        """Runs the prompt once without a graph and keeps what its responses need.
+        """Runs the prompt once and keeps what its responses need.
+
+        It runs without a graph, but for those of its last segments that `retain_graph_bytes` has room for.
 
         Args:
             prompt_ids: [P] token ids, P at least 1. The last one belongs to the branches.

@@ -26,7 +26,7 @@ class ModelHost:
         recompute_layers: see `recompute`.
 
     Raises:
-        ValueError: no adapter serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
+        ValueError: no family serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
     """
 
     def __init__(self, model: Any, recompute_layers: bool = False) -> None:

@@ -46,7 +46,7 @@ def run(host: ModelHost, chain: Chain, index: int, piece: Piece, *, graph: bool 
     """Runs piece `index` of a chain from the state at its start; the chain stays as it is.
 
     Args:
-        graph: with autograd, for `pull_back`.
+        graph: with autograd, so that `backward` can pull it back.
     """
     with torch.set_grad_enabled(graph):
         cache = chain.enter(index, graph=graph, output_read=piece.targets_BT is not None)

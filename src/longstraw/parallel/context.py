@@ -1,6 +1,7 @@
-"""Who holds what of a prompt: the one object through which a rank would ask the others for their part.
+"""Who holds what of a prompt: the one object through which a rank asks the others for their part.
 
-Tokens of a piece are dealt to ranks in contiguous shares; each rank runs its share and owns the pages that it wrote.
+Today one process holds everything, and every method is the identity. Over several ranks the methods stand for this:
+tokens of a piece are dealt to ranks in contiguous shares; each rank runs its share and owns the pages that it wrote.
 Queries travel to the pages, heads are traded for tokens where a recurrence has to see all of them, and whatever a rank
 decides from what it measured itself is agreed on.
 """
