@@ -27,7 +27,7 @@ class Queries:
 
     Args:
         q_BHTD: the queries.
-        scores: see there.
+        scores: see `Scores`.
         grad_BHTD: the gradient of the whole's output, for `backward`, as the next two.
         out_BHTD: the whole's output.
         lse_BHT: the whole's log-sum-exp.

@@ -88,12 +88,12 @@ def resolve_path(reference: str, option: str) -> str:
 
 
 def is_hub_name(reference: str) -> bool:
-    """Whether a checkpoint is asked of the hub: it has the form of a name there, and there is no such folder here."""
+    """Whether a model is asked of the hub: it has the form of a name there, and there is no such folder here."""
     return bool(_HUB_NAME.match(reference)) and not Path(reference).exists()
 
 
 def missing_folder_hint(reference: str) -> str:
-    """What to try where a checkpoint cannot be loaded: text to end a message with, empty where the folder is there."""
+    """What to try where a model cannot be loaded: text to end a message with, empty where the folder is there."""
     if Path(reference).exists() or reference.startswith("package:"):
         return ""
     return f" There is no folder {reference} here, so it was taken for a name on the hub. {FROM_HERE}"

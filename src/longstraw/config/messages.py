@@ -22,7 +22,7 @@ OTHER_NAMES = {
     "model_init_kwargs": "Set the options under 'model'.",
     "dataset_name": "Set 'dataset.source'.",
     "dataset_path": "Set 'dataset.source'.",
-    "gradient_checkpointing": "The live graph is one piece: set 'segment_tokens' and 'block_tokens' to bound it.",
+    "gradient_checkpointing": "One piece at a time has a graph: set 'segment_tokens' and 'block_tokens' to bound it.",
     "resume_from_checkpoint": "Run `longstraw train RUN_DIR --resume`.",
     "resume": "Run `longstraw train RUN_DIR --resume`.",
     "warmup_ratio": "Set 'warmup_steps' to a share below 1.",

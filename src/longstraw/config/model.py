@@ -20,7 +20,7 @@ class ModelConfig(StrictGroup):
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for a 'module:function' path.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = Field(
-        default="float32", description="Parameter dtype; 'auto' keeps the checkpoint's own."
+        default="float32", description="Parameter dtype; 'auto' keeps the one that the weights are stored in."
     )
     device: str = Field(
         default="auto", description="'auto' (cuda when there is one, else cpu), 'cpu', 'cuda', 'cuda:1'."

@@ -61,8 +61,8 @@ class TrainConfig(StrictGroup):
     )
 
     # Sampling
-    num_generations: int = Field(default=8, description="Responses a prompt: the group.")
-    max_completion_length: Positive = Field(default=512, description="Tokens a response at most.")
+    num_generations: int = Field(default=8, description="Responses to each prompt: its group.")
+    max_completion_length: Positive = Field(default=512, description="Most tokens of a response.")
     temperature: float = Field(
         default=1.0, gt=0, description="Divides the logits, for sampling and for every log-probability."
     )
@@ -143,8 +143,12 @@ class TrainConfig(StrictGroup):
     prompt_grad: Literal["full", "none"] | Positive = Field(
         default="full", description="Gradient through the whole prompt, none of it, or its last N tokens."
     )
-    segment_tokens: Positive = Field(default=4096, description="Prompt tokens a piece.")
-    block_tokens: Positive = Field(default=1024, description="Response tokens a piece.")
+    segment_tokens: Positive = Field(
+        default=4096, description="Tokens of a segment: the prompt runs, and is pulled back, in such pieces."
+    )
+    block_tokens: Positive = Field(
+        default=1024, description="Tokens of a block: responses run in such pieces; short ones share one."
+    )
     tier: Literal["device", "host", "disk"] = Field(default="device", description="Where the prompt's pages rest.")
     tier_bytes: dict[str, Bytes] = Field(
         default_factory=dict,
@@ -163,8 +167,8 @@ class TrainConfig(StrictGroup):
     )
     boundary_bytes: Bytes | None = Field(
         default=None,
-        description="Bound on recurrent and window states kept at segment boundaries, the others being recomputed; "
-        "null is no bound.",
+        description="Bound on carried states (recurrent, convolution, window) kept at segment boundaries, the others "
+        "being recomputed; null is no bound.",
     )
 
     # Running, saving, reporting

@@ -17,7 +17,7 @@ from longstraw.engine.piece import Bundle
 from longstraw.engine.run import HeadOptions
 from longstraw.state.resident import ResidentState
 
-Scores = tuple[torch.Tensor, torch.Tensor]
+Scores = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and entropies, [B, T] each
 
 
 def score(

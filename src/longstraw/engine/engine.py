@@ -37,8 +37,8 @@ class Engine:
         model: a transformers causal LM, PEFT-wrapped or not, on its device.
         prompt_grad: "full": the exact gradient; "none": the prompt's state is a constant; an int N: only what the last
             N prompt tokens computed is in the graph.
-        segment_tokens: prompt tokens a piece.
-        block_tokens: response tokens a piece; shorter responses share one.
+        segment_tokens: tokens of a segment, a piece of the prompt.
+        block_tokens: tokens of a block, a piece of a response; shorter responses share one.
         tier: where pages rest: "device", "host" or "disk".
         mesh: a DeviceMesh with the axes "data" (each rank its own prompts) or "context" (ranks share a prompt: all of
             them make the same calls), or both; `reduce_gradients` sums over it.
@@ -50,13 +50,14 @@ class Engine:
         retain_graph_bytes: so much memory for graphs of the prompt's last segments, and for scored responses (the pages
             of their blocks on any tier, the graph of the last one), which need no recomputation then. Results are the
             same with any value.
-        boundary_bytes: bound on recurrent and window states at segment boundaries, which `prompt_grad="full"` needs;
-            where it does not hold them all, some are recomputed (`ResidentState.boundary_stride` says how many are
-            kept), and where it is below the least that this takes, a warning says so. None is no bound.
+        boundary_bytes: bound on carried states (recurrent, convolution and window ones) at segment boundaries, which
+            `prompt_grad="full"` needs; where it does not hold them all, some are recomputed
+            (`ResidentState.boundary_stride` says how many are kept), and where it is below the least that this takes, a
+            warning says so. None is no bound.
         progress: called as (phase, tokens done, tokens in all) after every piece.
 
     Raises:
-        ValueError: an argument is out of range, no adapter serves the model, or it computes something else on a few
+        ValueError: an argument is out of range, no family serves the model, or it computes something else on a few
             tokens here than by itself: see `compare_with_stock`.
     """
 
@@ -98,7 +99,9 @@ class Engine:
         self.trial = compare_with_stock(self.host)
 
     def capture(self, prompt_ids: Any) -> ResidentState:
-        """Runs the prompt once without a graph and keeps what its responses need.
+        """Runs the prompt once and keeps what its responses need.
+
+        It runs without a graph, but for those of its last segments that `retain_graph_bytes` has room for.
 
         Args:
             prompt_ids: [P] token ids, P at least 1. The last one belongs to the branches.

@@ -29,7 +29,7 @@ class ModelHost:
         recompute_layers: see `recompute`.
 
     Raises:
-        ValueError: no adapter serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
+        ValueError: no family serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
     """
 
     def __init__(self, model: Any, recompute_layers: bool = False) -> None:
@@ -58,7 +58,7 @@ class ModelHost:
             ) from error
         if self.backbone.config.model_type != text_config.model_type:  # its text model would keep its own attention
             raise ValueError(
-                f"no adapter serves the {text_config.model_type} text model inside {type(causal_lm).__name__}: load "
+                f"no family serves the {text_config.model_type} text model inside {type(causal_lm).__name__}: load "
                 "the text model alone with AutoModelForCausalLM, or add its layout in longstraw/models"
             )
         self.config = text_config

@@ -25,7 +25,7 @@ class Phase:
 
 
 class Meter:
-    """Phases by name: "capture", "score", "sample", "replay", "sweep"."""
+    """Phases by name: "capture", "score", "sample", "replay", "sweep", "probe"."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None

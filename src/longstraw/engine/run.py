@@ -49,7 +49,7 @@ def run(host: ModelHost, chain: Chain, index: int, piece: Piece, *, graph: bool 
     """Runs piece `index` of a chain from the state at its start; the chain stays as it is.
 
     Args:
-        graph: with autograd, for `pull_back`.
+        graph: with autograd, so that `backward` can pull it back.
     """
     context = chain.context.of(piece.start, piece.num_tokens)
     with torch.set_grad_enabled(graph):

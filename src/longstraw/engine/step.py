@@ -79,7 +79,7 @@ def score(
     options: HeadOptions,
     kept: KeptGraphs | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities and entropies, one [R_i] tensor a response each; zeros for an empty one's none."""
+    """Log-probabilities and entropies, one [R_i] tensor a response each; an empty response has an empty one."""
     wide = wide_dtype(next(host.head.parameters()).dtype)
     logps = [torch.zeros(r.numel(), dtype=wide, device=host.device) for r in responses]
     entropies = [torch.zeros_like(logp) for logp in logps]

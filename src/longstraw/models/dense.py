@@ -31,7 +31,7 @@ def _layer(kind: str, window: int | None) -> Layer:
         return Layer(partial(_window, window))
     if kind in ("full_attention", "sliding_attention"):
         return Layer(KVChain)
-    raise ValueError(f"no adapter serves a layer of kind {kind!r} in this family")
+    raise ValueError(f"no family serves a layer of kind {kind!r} in this family")
 
 
 def _window(size: int, store: Any, grad_from: int) -> WindowChain:

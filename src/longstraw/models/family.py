@@ -48,7 +48,7 @@ def by_kind(kinds: Mapping[str, Layer], names: Sequence[str]) -> list[Layer]:
     """
     unknown = set(names) - set(kinds)
     if unknown:
-        raise ValueError(f"no adapter serves layers of kind {sorted(unknown)} in this family")
+        raise ValueError(f"no family serves layers of kind {sorted(unknown)} in this family")
     return [kinds[name] for name in names]
 
 
@@ -135,7 +135,7 @@ def family_of(model_type: str) -> Family:
     _load_all()
     if model_type not in _FAMILIES:
         raise ValueError(
-            f"no adapter serves model_type {model_type!r}; served are {', '.join(supported_model_types())}. A family "
+            f"no family serves model_type {model_type!r}; served are {', '.join(supported_model_types())}. A family "
             "is added by one file in longstraw/models that calls longstraw.models.family.register"
         )
     return _FAMILIES[model_type]

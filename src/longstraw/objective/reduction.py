@@ -15,8 +15,9 @@ class Normalizer:
     """Counts over *all* responses of one optimizer step: every group, micro-step and rank.
 
     A loss divided by the counts of its own group depends on how the batch was cut. Divided by the step's counts, the
-    losses of the groups add up to the loss of the whole batch, whatever the cut. Build one per piece and add them
-    (`sum_of(pieces)` or `+`; over ranks, all-reduce the two integers), before the first group's gradient.
+    losses of the groups add up to the loss of the whole batch, whatever the cut. Build one for each part of the step (a
+    group, a micro-step, a rank) and add them (`sum_of` or `+`; over ranks, all-reduce the two integers), before the
+    first group's gradient.
 
     Args:
         num_responses: responses in the step, those without a single scored token included.
@@ -44,7 +45,7 @@ class Normalizer:
 
     @classmethod
     def sum_of(cls, pieces: Iterable[Normalizer]) -> Normalizer:
-        """The normaliser of a step from those of its pieces."""
+        """The normaliser of a step from those of its parts."""
         return sum(pieces, start=cls(0, 0))
 
     def __add__(self, other: Normalizer) -> Normalizer:

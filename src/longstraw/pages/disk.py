@@ -23,11 +23,11 @@ _LOCK = "lock"
 
 
 class DiskFolder:
-    """A directory of mode 0700 that one process owns and holds a lock on while it lives.
+    """A directory of mode 0700 that one process owns and holds a lock on until it ends.
 
     Args:
         parent: where to make it; None takes the system's temporary directory. Directories that a dead process left
-            behind there are removed first; one whose lock is held belongs to a live process and stays.
+            behind there are removed first; one whose lock is held belongs to a running process and stays.
         nbytes: of the page that is waiting for it, which an error names.
 
     Raises:
@@ -156,7 +156,7 @@ def remove_leftovers(root: Path) -> list[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
                 removed.append(folder)
-        except OSError:  # its owner lives, it is another user's, or it is being made this instant
+        except OSError:  # its owner still runs, it is another user's, or it is being made this instant
             continue
     return removed
 

@@ -40,7 +40,7 @@ class _OneBehind:
 
 
 class PageStore:
-    """Pages of one engine.
+    """Pages of one captured prompt and of the branches that start from it.
 
     A page's tensors are written once. Its cotangent (the gradient of the loss with respect to them) is summed in
     float32, or float64 for float64 pages, on the page's own tier or, where that is full, the next one down that has

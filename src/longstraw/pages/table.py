@@ -17,7 +17,7 @@ class Tier(StrEnum):
 
 @dataclass(eq=False)
 class Page:
-    """One piece of resident state in one layer: the tokens `start` to `start + num_tokens`.
+    """What one piece left behind in one layer: the tokens `start` to `start + num_tokens`.
 
     Attributes:
         kind: what it holds, for the accounting: "kv", "latent", "index", "recurrent", "convolved", "window" or
@@ -47,7 +47,7 @@ class Page:
 
 
 class PageTable:
-    """Every live page of one store, in order of creation."""
+    """Every page of one store that was not freed yet, in order of creation."""
 
     def __init__(self) -> None:
         self._pages: dict[int, Page] = {}

@@ -1,1 +1,1 @@
-"""Many devices: axes of a DeviceMesh, by name."""
+"""Several processes: who holds what of a prompt, what they tell each other, gradients summed over a DeviceMesh."""

@@ -1,4 +1,4 @@
-"""Completing parameter gradients over the mesh: every rank holds a partial sum over its own tokens."""
+"""Completing parameter gradients over the mesh: every rank holds a partial sum, over what it ran itself."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Group:
         prompt: the prompt.
         responses: int64 [R_i] each, on the CPU.
         finish_reasons: "stop" or "length", one a response.
-        sampled_logps: [R_i] each, the sampler's own log-probabilities; None where another hand made the responses.
+        sampled_logps: [R_i] each, the sampler's own log-probabilities; None where a `rollout_func` made the responses.
         masks: bool [R_i] each, True where a token is scored.
         num_chosen: tokens that the policy chose, one a response: all but those of tools and environments.
         columns: what a rollout function said besides, one value a response.

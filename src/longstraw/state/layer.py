@@ -57,7 +57,7 @@ class LayerChain(ABC):
 
     @abstractmethod
     def stored(self, index: int) -> tuple[torch.Tensor, ...]:
-        """What `commit` kept of piece `index`."""
+        """What `commit` kept of piece `index`, in the order of `PieceLayer.written`."""
 
     @abstractmethod
     def decoder(self, rows: int, context: Context) -> Any:
@@ -76,7 +76,7 @@ class LayerChain(ABC):
 
 
 class PieceLayer:
-    """What all of them share: a piece runs on them once, so most of a cache layer's bookkeeping is void."""
+    """What all piece layers share. A piece runs on each of them once: most of a cache layer's bookkeeping is void."""
 
     is_compileable = False
     is_sliding = False
@@ -98,7 +98,7 @@ class PieceLayer:
         return -1
 
     def written(self) -> tuple[torch.Tensor, ...]:
-        """What the piece wrote, in the order in which the chain keeps it."""
+        """What the piece wrote, but for what collects no gradient (index keys)."""
         raise NotImplementedError
 
     def refuse_window(self, window: int | None) -> None:

@@ -36,7 +36,7 @@ class Progress:
 def take_snapshot(
     progress: Progress, optimizer: NamedOptimizer, rng: RngState, fingerprint: str, num_iterations: int
 ) -> Checkpoint:
-    """A checkpoint of the present moment; on a CPU its tensors are the live ones.
+    """A checkpoint of the present moment; on a CPU its tensors are those of the model and optimizer, not copies.
 
     Args:
         rng: the random state that the next step starts from.

@@ -157,7 +157,7 @@ class StepGradient:
         )
 
     def _choose_tokens(self, batch: Batch, iteration: int, phases: PhaseLedger, own: _Share) -> None:
-        """Score every response, and have each group know which of its tokens are among the step's most open ones."""
+        """Score every response, and have each group know which of its tokens are the step's highest in entropy."""
 
         def entropies() -> dict[int, list[torch.Tensor]]:
             found = {}
