@@ -79,7 +79,7 @@ class TrainConfig(StrictGroup):
     rollout_func: str | None = Field(
         default=None,
         description="'module:function' that makes the responses itself (tools, environments); its module's text is in "
-        "longstraw.rollout.rollout_func. Default: sample from the captured prompt.",
+        "longstraw.rollout.function_sampler. Default: sample from the captured prompt.",
     )
 
     # Objective

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,11 +16,11 @@ from longstraw.engine.engine import Engine
 from longstraw.objective import group_advantages
 from longstraw.parallel.processes import Processes, in_order
 from longstraw.rollout.errors import StepRefused
-from longstraw.rollout.groups import Batch, Group
-from longstraw.rollout.judge import Judged, judge
+from longstraw.rollout.judge import judge
 from longstraw.rollout.phases import PhaseLedger
+from longstraw.rollout.records import Batch, Group, Rollout
 from longstraw.rollout.rewards import RewardFunction
-from longstraw.rollout.rollout_func import call_rollout
+from longstraw.rollout.samplers import Sampler, sampling_options
 from longstraw.state.resident import ResidentState
 
 
@@ -41,22 +41,22 @@ class RolloutCollector:
         self,
         config: TrainConfig,
         engine: Engine,
+        sampler: Sampler,
         codec: TextCodec,
         stream: PromptStream,
         rewards: Sequence[RewardFunction],
         reference: Reference | None,
         stop_ids: list[int],
-        rollout_func: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
+        self._sampler = sampler
         self._codec = codec
         self._stream = stream
         self._rewards = rewards
         self._reference = reference
         self._stop_ids = stop_ids
-        self._rollout_func = rollout_func
         self._processes = processes or Processes()
 
     def collect(self, position: int, trainer_state: Any, phases: PhaseLedger) -> Batch:
@@ -71,7 +71,7 @@ class RolloutCollector:
             ProcessError: something of this in another process.
         """
         config = self._config
-        batch = Batch([], position)
+        batch = Batch([], position, reward_names=[function.name for function in self._rewards])
         drawn: list[Group] = []
         try:
             for _ in range(config.max_resampling_rounds if config.dynamic_sampling else 1):
@@ -80,7 +80,7 @@ class RolloutCollector:
                 drawn.clear()
                 shares = self._processes.together(partial(self._draw, positions, drawn, trainer_state, phases))
                 batch.next_position += wanted
-                self._keep(batch, in_order(shares))
+                self._keep(batch, in_order([groups for groups, _ in shares]), [metrics for _, metrics in shares])
                 if len(batch.groups) == config.prompts_per_update:
                     break
             self._set_advantages(batch)
@@ -88,7 +88,8 @@ class RolloutCollector:
                 with phases.timed("reference"):
                     scored = in_order(self._processes.together(lambda: self._score_reference(batch)))
                 for group, logps in zip(batch.groups, scored, strict=True):
-                    group.reference_logps = logps
+                    for rollout, logp in zip(group.rollouts, logps, strict=True):
+                        rollout.reference_logps = logp
         except BaseException:
             for group in [*batch.groups, *drawn]:
                 group.release()
@@ -98,99 +99,62 @@ class RolloutCollector:
                 group.release()
         return batch
 
-    def _draw(self, positions: range, drawn: list[Group], trainer_state: Any, phases: PhaseLedger) -> dict[int, Judged]:
-        """This process's share of the prompts at `positions`: captured, sampled and judged, by position.
+    def _draw(
+        self, positions: range, drawn: list[Group], trainer_state: Any, phases: PhaseLedger
+    ) -> tuple[dict[int, Group], dict[str, float]]:
+        """This process's share of the prompts at `positions`: captured, sampled and judged.
 
         Args:
             drawn: receives every group as soon as there is one.
+        Returns:
+            Groups by position; means of what their reward functions gave to `log_metric`.
         """
+        config = self._config
         for place, position in enumerate(positions):
             if not self._processes.owns(place):
                 continue
             prompt = self._stream.at(position)
             state = self._engine.capture(prompt.ids)
             try:
-                group = self._sample(position, prompt, state)
+                rollouts = self._sample(position, prompt, state, trainer_state.global_step)
             except BaseException:
                 state.release()
                 raise
             phases.take(self._engine.meter)
-            if self._config.gradient_accumulation_steps == 1:
+            group = Group(position, prompt, rollouts, owner=self._processes.rank)
+            if config.gradient_accumulation_steps == 1:
                 group.state = state
             else:
                 state.release()
             drawn.append(group)
         with phases.timed("reward"):
-            return judge(self._rewards, self._config.reward_weights, drawn, self._codec, trainer_state)
+            metrics = judge(self._rewards, config.reward_weights, drawn, self._codec, trainer_state)
+        return {group.position: group for group in drawn}, metrics
 
-    def _sample(self, place: int, prompt: Prompt, state: ResidentState) -> Group:
-        config = self._config
-        sampling: dict[str, Any] = {
-            "num": config.num_generations,
-            "max_new_tokens": config.max_completion_length,
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "top_k": config.top_k,
-            "min_p": config.min_p or 0.0,
-            "repetition_penalty": config.repetition_penalty,
-            "stop_ids": self._stop_ids,
-            "seed": derive_seed(config.seed, "sample", place),
-        }
-        columns: dict[str, list[Any]] = {}
-        if self._rollout_func is None:
-            try:
-                drafts = self._engine.sample(state, **sampling)
-            except FloatingPointError as error:
-                raise StepRefused(f"{prompt.name}: {error}. Lower learning_rate, or widen model.dtype.") from error
-            chosen = [torch.ones(draft.ids.shape, dtype=torch.bool) for draft in drafts]
-        else:
-            drafts, chosen, columns = call_rollout(
-                self._rollout_func,
-                prompt.name,
-                self._stop_ids,
-                config.num_generations,
-                prompt=prompt.prompt,
-                prompt_ids=prompt.ids.tolist(),
-                row=prompt.columns,
-                engine=self._engine,
-                state=state,
-                sampling=sampling,
-                tokenizer=self._codec.tokenizer,
-            )
-        return Group(
-            place,
-            prompt,
-            [draft.ids for draft in drafts],
-            [draft.finish_reason for draft in drafts],
-            [draft.logps for draft in drafts] if self._rollout_func is None else None,
-            [
-                mask & (not config.mask_truncated_completions or draft.finish_reason == "stop")
-                for draft, mask in zip(drafts, chosen, strict=True)
-            ],
-            num_chosen=[int(mask.sum()) for mask in chosen],
-            columns=columns,
-            owner=self._processes.rank,
-        )
+    def _sample(self, position: int, prompt: Prompt, state: ResidentState, policy_version: int) -> list[Rollout]:
+        seed = derive_seed(self._config.seed, "sample", position)
+        sampling = sampling_options(self._config, self._stop_ids, seed)
+        try:
+            rollouts = self._sampler.sample(prompt, state, sampling, policy_version)
+        except FloatingPointError as error:
+            raise StepRefused(f"{prompt.name}: {error}. Lower learning_rate, or widen model.dtype.") from error
+        if self._config.mask_truncated_completions:
+            for rollout in rollouts:
+                rollout.mask &= rollout.finish_reason == "stop"
+        return rollouts
 
-    def _keep(self, batch: Batch, judged: Sequence[Judged]) -> None:
+    def _keep(self, batch: Batch, groups: Sequence[Group], logged: Sequence[dict[str, float]]) -> None:
         """Put groups into the batch, those without signal aside where they are to be replaced."""
-        logged = list({entry.group.owner: entry.scores.metrics for entry in judged}.values())
         for name in dict.fromkeys(name for metrics in logged for name in metrics):
             values = [metrics[name] for metrics in logged if name in metrics]
-            batch.scores.metrics[name] = sum(values) / len(values)
-        for entry in judged:
-            group = entry.group
+            batch.reward_metrics[name] = sum(values) / len(values)
+        for group in groups:
             group.prompt = self._stream.at(group.position)
-            batch.scores.names = entry.scores.names
             if self._config.dynamic_sampling and not group.rewards_differ:
                 group.release()
                 batch.num_replaced += 1
-                continue
-            batch.groups.append(group)
-            batch.completions += entry.completions
-            batch.scores.per_function += entry.scores.per_function
-            for column, values in entry.scores.extra.items():
-                batch.scores.extra.setdefault(column, []).extend(values)
+            else:
+                batch.groups.append(group)
 
     def _score_reference(self, batch: Batch) -> dict[int, list[torch.Tensor]]:
         assert self._reference is not None
@@ -203,8 +167,7 @@ class RolloutCollector:
     def _set_advantages(self, batch: Batch) -> None:
         if not batch.groups:
             return
-        advantages = group_advantages(
-            [group.rewards for group in batch.groups], scale_rewards=self._config.scale_rewards
-        )
-        for group, row in zip(batch.groups, advantages.tolist(), strict=True):
-            group.advantages = row
+        rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
+        advantages = group_advantages(rewards, scale_rewards=self._config.scale_rewards)
+        for rollout, advantage in zip(batch.rollouts, advantages.flatten().tolist(), strict=True):
+            rollout.advantage = advantage

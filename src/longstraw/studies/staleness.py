@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from transformers import TrainerState
 
-from longstraw.rollout.groups import Batch
 from longstraw.rollout.phases import PhaseLedger
+from longstraw.rollout.records import Batch
 from longstraw.studies.oracle import compare
 from longstraw.trainer.loop import Trainer
 
@@ -78,7 +78,8 @@ def _round(trainer: Trainer, batch: Batch, number: int, num_segments: int) -> It
             state, group.state = group.state, None
             assert state is not None
             kept[group.position] = state
-            group.old_logps = [logp.cpu() for logp in engine.score(state, group.responses, config.temperature)]
+            for rollout, logp in zip(group.rollouts, engine.score(state, group.responses, config.temperature)):
+                rollout.old_logps = logp.cpu()
         for steps in range(config.num_iterations + 1):
             for group in studied:
                 engine.meter.phases.clear()

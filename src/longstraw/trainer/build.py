@@ -14,7 +14,9 @@ from longstraw.data.text import TextCodec
 from longstraw.engine.engine import Engine
 from longstraw.parallel.processes import Processes
 from longstraw.rollout.collector import RolloutCollector
+from longstraw.rollout.function_sampler import FunctionSampler
 from longstraw.rollout.rewards import load_reward
+from longstraw.rollout.samplers import EngineSampler, Sampler
 from longstraw.trainer.evaluation import Evaluator
 from longstraw.trainer.loading import Policy, load_policy, trainable_parameters
 from longstraw.trainer.loop import Trainer
@@ -86,9 +88,8 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
         num_steps = batches * config.num_iterations
     stream = PromptStream(prompts, config.seed, config.shuffle_dataset)
     engine = make_engine(policy.model, trained=True)
-    collector = RolloutCollector(
-        config, engine, codec, stream, rewards, reference, policy.stop_ids, rollout_func, processes
-    )
+    sampler: Sampler = FunctionSampler(rollout_func, engine, codec.tokenizer) if rollout_func else EngineSampler(engine)
+    collector = RolloutCollector(config, engine, sampler, codec, stream, rewards, reference, policy.stop_ids, processes)
     evaluator = Evaluator(config, sets, make_engine(policy.model), codec, rewards, policy.stop_ids, processes)
     return Trainer(
         config,

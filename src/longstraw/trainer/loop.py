@@ -177,7 +177,7 @@ class Trainer:
             with phases.timed("optimizer"):
                 self.optimizer.step()
             more_iterations = (step + 1) % self.config.num_iterations != 0
-            tokens = sum(len(group.prompt.ids) + sum(map(len, group.responses)) for group in batch.groups)
+            tokens = batch.num_tokens
             self.progress = Progress(
                 step + 1,
                 batch.next_position,
@@ -192,7 +192,7 @@ class Trainer:
                 "loss": gradient.loss,
                 "grad_norm": gradient.norm,
                 "num_tokens": self.progress.num_tokens,
-                **(rollout_metrics(batch, self.config.reward_weights) if fresh else {}),
+                **(rollout_metrics(batch) if fresh else {}),
                 "groups/skipped": gradient.num_skipped,
                 **gradient.metrics,
                 "step_time": seconds,

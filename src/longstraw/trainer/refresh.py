@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from longstraw.config.train import TrainConfig
 from longstraw.data.stream import derive_seed
 from longstraw.engine.engine import Engine
-from longstraw.rollout.groups import Group
+from longstraw.rollout.records import Group
 from longstraw.state.resident import ResidentState
 
 

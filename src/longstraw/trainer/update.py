@@ -13,8 +13,8 @@ from longstraw.engine.engine import Engine
 from longstraw.objective import Mean, Normalizer, high_entropy_masks, merge_metrics
 from longstraw.parallel.processes import Processes, in_order
 from longstraw.rollout.errors import StepRefused
-from longstraw.rollout.groups import Batch, Group
 from longstraw.rollout.phases import PhaseLedger
+from longstraw.rollout.records import Batch, Group
 from longstraw.state.resident import ResidentState
 from longstraw.trainer.gradient_parts import GradientParts
 from longstraw.trainer.metrics import Row
@@ -137,8 +137,8 @@ class StepGradient:
         if self._config.num_iterations > 1:
             for share in shares:
                 for place, result in share.results.items():
-                    if batch.groups[place].old_logps is None:
-                        batch.groups[place].old_logps = result.logps
+                    for rollout, logp in zip(batch.groups[place].rollouts, result.logps, strict=True):
+                        rollout.old_logps = logp if rollout.old_logps is None else rollout.old_logps
         results = in_order([share.results for share in shares])
         metrics: Row = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
         differences = torch.cat([result.differences for result in results]) if results else torch.empty(0)
@@ -175,10 +175,10 @@ class StepGradient:
             return found
 
         spread = [entropy for group in in_order(self._processes.together(entropies)) for entropy in group]
-        masks = [mask for group in batch.groups for mask in group.masks]
-        chosen = iter(high_entropy_masks(spread, masks, self._config.top_entropy_quantile))
-        for group in batch.groups:
-            group.policy_masks = [next(chosen) for _ in group.masks]
+        masks = [rollout.mask for rollout in batch.rollouts]
+        chosen = high_entropy_masks(spread, masks, self._config.top_entropy_quantile)
+        for rollout, mask in zip(batch.rollouts, chosen, strict=True):
+            rollout.policy_mask = mask
 
     def _own_share(
         self, batch: Batch, iteration: int, phases: PhaseLedger, share: _Share, parts: GradientParts | None
@@ -189,7 +189,7 @@ class StepGradient:
                 if place in share.held:
                     state = share.held.pop(place)
                 else:
-                    counted = group.policy_masks is not None  # when its tokens were chosen
+                    counted = self._config.top_entropy_quantile < 1  # when its tokens were chosen
                     state = self._states.take(group, iteration, Staleness() if counted else share.staleness)
                 try:
                     share.results[place] = self._group_gradient(group, state, normalizer, phases, parts)
@@ -230,12 +230,16 @@ class StepGradient:
         if parts is not None:
             assert outcome.response_side is not None
             parts.add(outcome.response_side)
-        scored = [entropy.cpu()[mask] for entropy, mask in zip(outcome.entropies, group.masks, strict=True)]
+        scored = [
+            entropy.cpu()[rollout.mask] for entropy, rollout in zip(outcome.entropies, group.rollouts, strict=True)
+        ]
         measured["entropy"] = Mean(sum(float(entropy.sum()) for entropy in scored), sum(map(len, scored)))
         logps = [logp.cpu() for logp in outcome.logps]
-        differences = []
-        if group.old_logps is None and group.sampled_logps is not None:
-            differences = [(own - drawn).abs() for own, drawn in zip(logps, group.sampled_logps, strict=True)]
+        differences = [
+            (logp - rollout.sampled_logps).abs()
+            for logp, rollout in zip(logps, group.rollouts, strict=True)
+            if rollout.old_logps is None and rollout.sampled_logps is not None
+        ]
         return _GroupResult(
             float(outcome.loss),
             {name: Mean(float(mean.total), mean.count) for name, mean in measured.items()},
@@ -248,17 +252,7 @@ class StepGradient:
         self, group: Group, normalizer: Normalizer, measured: dict[str, Mean]
     ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
         def objective(logps: list[torch.Tensor]) -> torch.Tensor:
-            masks = [mask.to(logp.device) for mask, logp in zip(group.masks, logps, strict=True)]
-            chosen = group.policy_masks
-            value, metrics = self._loss(
-                logps,
-                group.advantages,
-                normalizer,
-                old_logps=group.old_logps,
-                masks=masks,
-                ref_logps=group.reference_logps,
-                policy_masks=None if chosen is None else [c.to(logp.device) for c, logp in zip(chosen, logps)],
-            )
+            value, metrics = group.loss(self._loss, logps, normalizer)
             measured.update(metrics)
             return value
 
