@@ -13,7 +13,7 @@ from transformers import TrainerState
 
 from longstraw.data.prompts import Prompt
 from longstraw.data.text import TextCodec
-from longstraw.rollout.judge import judge
+from longstraw.rollout.judge import Judge
 from longstraw.rollout.records import Group, Rollout
 from longstraw.rollout.rewards import RewardError, RewardFunction, load_reward
 
@@ -35,7 +35,7 @@ def call(*functions: Any, **columns: list[Any]) -> tuple[list[Rollout], dict[str
     prompts = [Prompt(row, np.array([row]), text, {"level": row}) for row, text in enumerate("pq")]
     groups = [Group(0, prompts[0], rollouts[:2]), Group(1, prompts[1], rollouts[2:])]
     rewards = [RewardFunction(function.__name__, function) for function in functions]
-    return rollouts, judge(rewards, None, groups, Letters(None), TrainerState(global_step=6))
+    return rollouts, Judge(rewards, None, Letters(None))(groups, TrainerState(global_step=6))
 
 
 def test_functions_get_trls_keywords() -> None:

@@ -2,62 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from longstraw.config.train import TrainConfig
 from longstraw.data.prompts import Prompt
 from longstraw.data.stream import PromptStream, derive_seed
-from longstraw.data.text import TextCodec
 from longstraw.engine.engine import Engine
 from longstraw.objective import group_advantages
 from longstraw.parallel.processes import Processes, in_order
 from longstraw.rollout.errors import StepRefused
-from longstraw.rollout.judge import judge
+from longstraw.rollout.judge import Judge
 from longstraw.rollout.phases import PhaseLedger
 from longstraw.rollout.records import Batch, Group, Rollout
-from longstraw.rollout.rewards import RewardFunction
 from longstraw.rollout.samplers import Sampler, sampling_options
 from longstraw.state.resident import ResidentState
 
 
-class Reference(Protocol):
-    """The reference policy of a KL term."""
-
-    def score(
-        self, prompt_ids: torch.Tensor, responses: Sequence[torch.Tensor], temperature: float
-    ) -> list[torch.Tensor]:
-        """Log-probabilities [R_i] of each response, on the CPU."""
-        ...
-
-
+@dataclass
 class RolloutCollector:
-    """Makes the batch of a step from the stream of prompts; of several processes each samples its share."""
+    """Makes the batch of a step from the stream of prompts; of several processes each samples its share.
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Engine,
-        sampler: Sampler,
-        codec: TextCodec,
-        stream: PromptStream,
-        rewards: Sequence[RewardFunction],
-        reference: Reference | None,
-        stop_ids: list[int],
-        processes: Processes | None = None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._sampler = sampler
-        self._codec = codec
-        self._stream = stream
-        self._rewards = rewards
-        self._reference = reference
-        self._stop_ids = stop_ids
-        self._processes = processes or Processes()
+    Attributes:
+        engine: captures the prompts.
+        stop_ids: ids that end a response.
+        score_reference: of prompt ids, responses and temperature, the log-probabilities [R_i] of each response under
+            the reference policy, on the CPU; None without a KL term.
+    """
+
+    config: TrainConfig
+    engine: Engine
+    sampler: Sampler
+    judge: Judge
+    stream: PromptStream
+    stop_ids: list[int]
+    score_reference: Callable[..., list[torch.Tensor]] | None
+    processes: Processes
 
     def collect(self, position: int, trainer_state: Any, phases: PhaseLedger) -> Batch:
         """Draw prompts from `position` on until the step has its groups. On an exception every state is released.
@@ -70,23 +54,23 @@ class RolloutCollector:
             ValueError: the engine refuses a prompt.
             ProcessError: something of this in another process.
         """
-        config = self._config
-        batch = Batch([], position, reward_names=[function.name for function in self._rewards])
+        config = self.config
+        batch = Batch([], position, reward_names=[function.name for function in self.judge.functions])
         drawn: list[Group] = []
         try:
             for _ in range(config.max_resampling_rounds if config.dynamic_sampling else 1):
                 wanted = config.prompts_per_update - len(batch.groups)
                 positions = range(batch.next_position, batch.next_position + wanted)
                 drawn.clear()
-                shares = self._processes.together(partial(self._draw, positions, drawn, trainer_state, phases))
+                shares = self.processes.together(partial(self._draw, positions, drawn, trainer_state, phases))
                 batch.next_position += wanted
                 self._keep(batch, in_order([groups for groups, _ in shares]), [metrics for _, metrics in shares])
                 if len(batch.groups) == config.prompts_per_update:
                     break
             self._set_advantages(batch)
-            if self._reference is not None:
+            if self.score_reference is not None:
                 with phases.timed("reference"):
-                    scored = in_order(self._processes.together(lambda: self._score_reference(batch)))
+                    scored = in_order(self.processes.together(lambda: self._score_reference(batch)))
                 for group, logps in zip(batch.groups, scored, strict=True):
                     for rollout, logp in zip(group.rollouts, logps, strict=True):
                         rollout.reference_logps = logp
@@ -109,36 +93,36 @@ class RolloutCollector:
         Returns:
             Groups by position; means of what their reward functions gave to `log_metric`.
         """
-        config = self._config
+        config = self.config
         for place, position in enumerate(positions):
-            if not self._processes.owns(place):
+            if not self.processes.owns(place):
                 continue
-            prompt = self._stream.at(position)
-            state = self._engine.capture(prompt.ids)
+            prompt = self.stream.at(position)
+            state = self.engine.capture(prompt.ids)
             try:
                 rollouts = self._sample(position, prompt, state, trainer_state.global_step)
             except BaseException:
                 state.release()
                 raise
-            phases.take(self._engine.meter)
-            group = Group(position, prompt, rollouts, owner=self._processes.rank)
+            phases.take(self.engine.meter)
+            group = Group(position, prompt, rollouts, owner=self.processes.rank)
             if config.gradient_accumulation_steps == 1:
                 group.state = state
             else:
                 state.release()
             drawn.append(group)
         with phases.timed("reward"):
-            metrics = judge(self._rewards, config.reward_weights, drawn, self._codec, trainer_state)
+            metrics = self.judge(drawn, trainer_state)
         return {group.position: group for group in drawn}, metrics
 
     def _sample(self, position: int, prompt: Prompt, state: ResidentState, policy_version: int) -> list[Rollout]:
-        seed = derive_seed(self._config.seed, "sample", position)
-        sampling = sampling_options(self._config, self._stop_ids, seed)
+        seed = derive_seed(self.config.seed, "sample", position)
+        sampling = sampling_options(self.config, self.stop_ids, seed)
         try:
-            rollouts = self._sampler.sample(prompt, state, sampling, policy_version)
+            rollouts = self.sampler.sample(prompt, state, sampling, policy_version)
         except FloatingPointError as error:
             raise StepRefused(f"{prompt.name}: {error}. Lower learning_rate, or widen model.dtype.") from error
-        if self._config.mask_truncated_completions:
+        if self.config.mask_truncated_completions:
             for rollout in rollouts:
                 rollout.mask &= rollout.finish_reason == "stop"
         return rollouts
@@ -149,25 +133,25 @@ class RolloutCollector:
             values = [metrics[name] for metrics in logged if name in metrics]
             batch.reward_metrics[name] = sum(values) / len(values)
         for group in groups:
-            group.prompt = self._stream.at(group.position)
-            if self._config.dynamic_sampling and not group.rewards_differ:
+            group.prompt = self.stream.at(group.position)
+            if self.config.dynamic_sampling and not group.rewards_differ:
                 group.release()
                 batch.num_replaced += 1
             else:
                 batch.groups.append(group)
 
     def _score_reference(self, batch: Batch) -> dict[int, list[torch.Tensor]]:
-        assert self._reference is not None
+        assert self.score_reference is not None
         return {
-            place: self._reference.score(group.prompt_ids, group.responses, self._config.temperature)
+            place: self.score_reference(group.prompt_ids, group.responses, self.config.temperature)
             for place, group in enumerate(batch.groups)
-            if self._processes.owns(group.owner)
+            if self.processes.owns(group.owner)
         }
 
     def _set_advantages(self, batch: Batch) -> None:
         if not batch.groups:
             return
         rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
-        advantages = group_advantages(rewards, scale_rewards=self._config.scale_rewards)
+        advantages = group_advantages(rewards, scale_rewards=self.config.scale_rewards)
         for rollout, advantage in zip(batch.rollouts, advantages.flatten().tolist(), strict=True):
             rollout.advantage = advantage

@@ -42,9 +42,8 @@ class RewardModel:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"'reward_funcs': '{reference}' is neither 'module:function' nor a sequence-classification model "
-                "that can be "
-                f"loaded: {error}{missing_folder_hint(reference)}"
+                f"'reward_funcs': '{reference}' is neither 'module:function' nor a sequence-classification model that "
+                f"can be loaded: {error}{missing_folder_hint(reference)}"
             ) from error
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token

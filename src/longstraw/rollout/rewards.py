@@ -127,9 +127,8 @@ def _raised(
     sample = _find_failing_sample(function, keywords, num_samples)
     which = f"sample {sample}" if sample is not None else f"the batch of {num_samples} samples (no sample raises alone)"
     return RewardError(
-        f"reward function '{function.name}' raised {type(error).__name__} at step {step} on {which}: {error}. "
-        "Correct the "
-        "function, or let it return None for a sample it cannot judge."
+        f"reward function '{function.name}' raised {type(error).__name__} at step {step} on {which}: {error}. Correct "
+        "the function, or let it return None for a sample it cannot judge."
     )
 
 

@@ -15,6 +15,7 @@ from longstraw.rollout.phases import PhaseLedger
 from longstraw.rollout.records import Batch
 from longstraw.studies.oracle import compare
 from longstraw.trainer.loop import Trainer
+from longstraw.trainer.receipt import StepReceipt
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _round(trainer: Trainer, batch: Batch, number: int, num_segments: int) -> It
                         engine.meter.phases["capture"].seconds,
                     )
             if steps < config.num_iterations:
-                trainer.gradient.take(batch, steps, PhaseLedger())
+                trainer.gradient.take(batch, steps, StepReceipt())
                 trainer.optimizer.step()
     finally:
         for state in kept.values():

@@ -15,6 +15,7 @@ from longstraw.engine.engine import Engine
 from longstraw.parallel.processes import Processes
 from longstraw.rollout.collector import RolloutCollector
 from longstraw.rollout.function_sampler import FunctionSampler
+from longstraw.rollout.judge import Judge
 from longstraw.rollout.rewards import load_reward
 from longstraw.rollout.samplers import EngineSampler, Sampler
 from longstraw.trainer.evaluation import Evaluator
@@ -89,21 +90,13 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
     stream = PromptStream(prompts, config.seed, config.shuffle_dataset)
     engine = make_engine(policy.model, trained=True)
     sampler: Sampler = FunctionSampler(rollout_func, engine, codec.tokenizer) if rollout_func else EngineSampler(engine)
-    collector = RolloutCollector(config, engine, sampler, codec, stream, rewards, reference, policy.stop_ids, processes)
-    evaluator = Evaluator(config, sets, make_engine(policy.model), codec, rewards, policy.stop_ids, processes)
+    judge = Judge(rewards, config.reward_weights, codec)
+    score_reference = reference.score if reference else None
+    collector = RolloutCollector(config, engine, sampler, judge, stream, policy.stop_ids, score_reference, processes)
+    evaluator = Evaluator(config, sets, make_engine(policy.model), judge, policy.stop_ids, processes)
+    optimizer = NamedOptimizer(parameters, config, num_steps)
     return Trainer(
-        config,
-        run,
-        policy,
-        engine,
-        prompts,
-        stream,
-        collector,
-        NamedOptimizer(parameters, config, num_steps),
-        evaluator,
-        reporter,
-        num_steps,
-        processes,
+        config, run, policy, engine, prompts, stream, collector, optimizer, evaluator, reporter, num_steps, processes
     )
 
 
@@ -113,8 +106,7 @@ def _check_positions(prompts: PromptSet, max_completion_length: int, policy: Pol
     if limit is not None and len(longest.ids) + max_completion_length > limit:
         raise ValueError(
             f"'{option}': row {longest.row} has {len(longest.ids):,} tokens; with "
-            f"max_completion_length={max_completion_length:,} "
-            f"that exceeds the model's {limit:,} positions. Set max_prompt_length to "
-            f"{max(1, limit - max_completion_length)} or less "
-            "to drop such rows, lower max_completion_length, or override RoPE with model.rope_scaling."
+            f"max_completion_length={max_completion_length:,} that exceeds the model's {limit:,} positions. Set "
+            f"max_prompt_length to {max(1, limit - max_completion_length)} or less to drop such rows, lower "
+            "max_completion_length, or override RoPE with model.rope_scaling."
         )

@@ -69,8 +69,7 @@ class RunDir:
         if path.exists() and any(not entry.name.startswith(".") for entry in path.iterdir()):
             raise ConfigError(
                 f"'output_dir': {path} exists and is not empty. Resume it with `longstraw train {path} --resume`, or "
-                "choose "
-                "another output_dir."
+                "choose another output_dir."
             )
         return cls(path)
 

@@ -17,28 +17,9 @@ from longstraw.rollout.phases import PhaseLedger
 from longstraw.rollout.records import Batch, Group
 from longstraw.state.resident import ResidentState
 from longstraw.trainer.gradient_parts import GradientParts
-from longstraw.trainer.metrics import Row
 from longstraw.trainer.optimizer import NamedOptimizer
+from longstraw.trainer.receipt import StepReceipt
 from longstraw.trainer.refresh import Staleness, StateKeeper
-
-
-@dataclass
-class Gradient:
-    """What `StepGradient.take` found; the gradient itself is in `.grad`.
-
-    Attributes:
-        loss: of the whole step.
-        norm: of the gradient, before clipping.
-        num_skipped: groups left out for want of any signal.
-        metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were;
-            with `log_gradient_parts` the norms of the gradient's two sides, before clipping, and their cosine; with
-            `checkpoint_bytes` the largest `checkpoint_stride` of the prompts' states.
-    """
-
-    loss: float
-    norm: float
-    num_skipped: int
-    metrics: Row
 
 
 @dataclass
@@ -90,17 +71,15 @@ class StepGradient:
         optimizer: over its parameters.
     """
 
-    def __init__(
-        self, config: TrainConfig, engine: Engine, optimizer: NamedOptimizer, processes: Processes | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, engine: Engine, optimizer: NamedOptimizer, processes: Processes) -> None:
         self._config = config
         self._engine = engine
         self._optimizer = optimizer
-        self._processes = processes or Processes()
+        self._processes = processes
         self._loss = config.policy_loss()
         self._states = StateKeeper(config, engine)
 
-    def take(self, batch: Batch, iteration: int, phases: PhaseLedger) -> Gradient:
+    def take(self, batch: Batch, iteration: int, receipt: StepReceipt) -> None:
         """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
 
         A group in which no scored token has an advantage contributes nothing; without a KL term it is left out before
@@ -109,11 +88,12 @@ class StepGradient:
         Args:
             iteration: how often the batch was used before. With more to come, the first one's log-probabilities are
                 kept as the old ones.
+            receipt: is told what was found.
         Raises:
             StepRefused: loss or gradient is not finite.
             ProcessError: something failed in another process.
         """
-        own = _Share()
+        own, phases = _Share(), receipt.phases
         parts = GradientParts(self._engine) if self._config.log_gradient_parts else None
         try:
             if self._config.top_entropy_quantile < 1:
@@ -124,8 +104,8 @@ class StepGradient:
             for index, parameter in enumerate(self._optimizer.parameters.values()):
                 if index not in reached:
                     parameter.grad = None  # a sum over processes that have none is no gradient
-            sides = parts.metrics() if parts is not None else {}
-            norm = self._optimizer.clip(self._config.max_grad_norm)
+            receipt.sides = parts.metrics() if parts is not None else {}
+            receipt.grad_norm = norm = self._optimizer.clip(self._config.max_grad_norm)
             if norm != norm or norm in (float("inf"), float("-inf")):
                 raise StepRefused(
                     f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions."
@@ -140,21 +120,14 @@ class StepGradient:
                     for rollout, logp in zip(batch.groups[place].rollouts, result.logps, strict=True):
                         rollout.old_logps = logp if rollout.old_logps is None else rollout.old_logps
         results = in_order([share.results for share in shares])
-        metrics: Row = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
-        differences = torch.cat([result.differences for result in results]) if results else torch.empty(0)
-        if differences.numel():
-            metrics["sampling/sampling_logp_difference/mean"] = float(differences.mean())
-            metrics["sampling/sampling_logp_difference/max"] = float(differences.max())
-        strides = [result.checkpoint_stride for result in results if result.checkpoint_stride is not None]
-        if strides and self._config.checkpoint_bytes is not None:
-            metrics["checkpoint_stride"] = max(strides)
-        staleness = sum((share.staleness for share in shares), start=Staleness())
-        return Gradient(
-            sum(result.loss for result in results),
-            norm,
-            len(batch.groups) - len(results),
-            metrics | sides | staleness.metrics(),
-        )
+        receipt.loss = sum(result.loss for result in results)
+        receipt.num_skipped = len(batch.groups) - len(results)
+        receipt.means = merge_metrics(result.metrics for result in results)
+        receipt.logp_differences = torch.cat([torch.empty(0), *(result.differences for result in results)])
+        if self._config.checkpoint_bytes is not None:
+            strides = [result.checkpoint_stride for result in results if result.checkpoint_stride is not None]
+            receipt.checkpoint_stride = max(strides, default=None)
+        receipt.staleness = sum((share.staleness for share in shares), start=Staleness())
 
     def _choose_tokens(self, batch: Batch, iteration: int, phases: PhaseLedger, own: _Share) -> None:
         """Score every response, and have each group know which of its tokens are among the step's most open ones."""
