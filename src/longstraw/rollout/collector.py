@@ -67,7 +67,11 @@ class RolloutCollector:
                 self._keep(batch, in_order([groups for groups, _ in shares]), [metrics for _, metrics in shares])
                 if len(batch.groups) == config.prompts_per_update:
                     break
-            self._set_advantages(batch)
+            if batch.groups:
+                rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
+                advantages = group_advantages(rewards, scale_rewards=config.scale_rewards)
+                for rollout, advantage in zip(batch.rollouts, advantages.flatten().tolist(), strict=True):
+                    rollout.advantage = advantage
             if self.score_reference is not None:
                 with phases.timed("reference"):
                     scored = in_order(self.processes.together(lambda: self._score_reference(batch)))
@@ -115,11 +119,11 @@ class RolloutCollector:
             metrics = self.judge(drawn, trainer_state)
         return {group.position: group for group in drawn}, metrics
 
-    def _sample(self, position: int, prompt: Prompt, state: ResidentState, policy_version: int) -> list[Rollout]:
+    def _sample(self, position: int, prompt: Prompt, state: ResidentState, version: int) -> list[Rollout]:
         seed = derive_seed(self.config.seed, "sample", position)
         sampling = sampling_options(self.config, self.stop_ids, seed)
         try:
-            rollouts = self.sampler.sample(prompt, state, sampling, policy_version)
+            rollouts = self.sampler.sample(prompt, state, sampling, version)
         except FloatingPointError as error:
             raise StepRefused(f"{prompt.name}: {error}. Lower learning_rate, or widen model.dtype.") from error
         if self.config.mask_truncated_completions:
@@ -147,11 +151,3 @@ class RolloutCollector:
             for place, group in enumerate(batch.groups)
             if self.processes.owns(group.owner)
         }
-
-    def _set_advantages(self, batch: Batch) -> None:
-        if not batch.groups:
-            return
-        rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
-        advantages = group_advantages(rewards, scale_rewards=self.config.scale_rewards)
-        for rollout, advantage in zip(batch.rollouts, advantages.flatten().tolist(), strict=True):
-            rollout.advantage = advantage

@@ -19,6 +19,7 @@ same responses: a resumed run relies on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,41 +35,39 @@ class RolloutError(RuntimeError):
     """A rollout function raised or returned what is no rollout. The message names function and dataset row."""
 
 
+@dataclass
 class FunctionSampler:
     """Calls the function, checks what it returns. Raises RolloutError where it raised or its output does not fit.
 
-    Args:
+    Attributes:
         engine: over the policy; handed to the function.
         tokenizer: handed to the function; None for a model that is given ids.
     """
 
-    def __init__(self, function: Callable[..., Any], engine: Engine, tokenizer: Any | None) -> None:
-        self._function = function
-        self._engine = engine
-        self._tokenizer = tokenizer
+    function: Callable[..., Any]
+    engine: Engine
+    tokenizer: Any | None
 
-    def sample(
-        self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], policy_version: int
-    ) -> list[Rollout]:
+    def sample(self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], version: int) -> list[Rollout]:
         num_generations, stop_ids = sampling["num"], sampling["stop_ids"]
-        name = f"rollout_func '{getattr(self._function, '__name__', self._function)}' on {prompt.name}"
+        name = f"rollout_func '{getattr(self.function, '__name__', self.function)}' on {prompt.name}"
         try:
-            output = self._function(
+            output = self.function(
                 num_generations=num_generations,
                 prompt=prompt.prompt,
                 prompt_ids=prompt.ids.tolist(),
                 row=prompt.columns,
-                engine=self._engine,
+                engine=self.engine,
                 state=state,
                 sampling=sampling,
-                tokenizer=self._tokenizer,
+                tokenizer=self.tokenizer,
             )
         except Exception as error:
             raise RolloutError(f"{name} raised {type(error).__name__}: {error}") from error
-        return _read(output, name, num_generations, stop_ids, policy_version)
+        return _read(output, name, num_generations, stop_ids, version)
 
 
-def _read(output: Any, name: str, num_generations: int, stop_ids: Sequence[int], policy_version: int) -> list[Rollout]:
+def _read(output: Any, name: str, num_generations: int, stop_ids: Sequence[int], version: int) -> list[Rollout]:
     if not isinstance(output, Mapping) or "completion_ids" not in output:
         raise RolloutError(f"{name} returned {type(output).__name__}; it must return a mapping with 'completion_ids'.")
     further = {
@@ -94,7 +93,7 @@ def _read(output: Any, name: str, num_generations: int, stop_ids: Sequence[int],
                 mask,
                 "stop" if not ids or ids[-1] in stop_ids else "length",
                 num_chosen=int(mask.sum()),
-                policy_version=policy_version,
+                policy_version=version,
                 columns={column: values[index] for column, values in further.items()},
             )
         )

@@ -74,9 +74,7 @@ def call_rewards(
             raise _raised(functions[index], result, keywords, num_samples, step) from result
         outputs[index] = result
 
-    values = [
-        _checked(function, output, num_samples, step) for function, output in zip(functions, outputs, strict=True)
-    ]
+    values = [_checked(*pair, num_samples, step) for pair in zip(functions, outputs, strict=True)]
     return [list(row) for row in zip(*values, strict=True)]
 
 

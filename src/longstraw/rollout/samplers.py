@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,29 +18,25 @@ from longstraw.state.resident import ResidentState
 class Sampler(Protocol):
     """Makes the rollouts of a prompt."""
 
-    def sample(
-        self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], policy_version: int
-    ) -> list[Rollout]:
+    def sample(self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], version: int) -> list[Rollout]:
         """`sampling["num"]` rollouts; in their masks every token that the policy chose counts.
 
         Args:
             state: the captured prompt; it stays the caller's.
             sampling: keyword arguments of `Engine.sample`. The same seed has to give the same rollouts: a resumed run
                 relies on it.
-            policy_version: optimizer steps done.
+            version: of the policy: optimizer steps done.
         """
         ...
 
 
+@dataclass
 class EngineSampler:
     """Samples from the captured prompt. Raises FloatingPointError where the model's output is not finite."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    engine: Engine
 
-    def sample(
-        self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], policy_version: int
-    ) -> list[Rollout]:
+    def sample(self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], version: int) -> list[Rollout]:
         return [
             Rollout(
                 draft.ids,
@@ -47,9 +44,9 @@ class EngineSampler:
                 draft.finish_reason,
                 draft.logps,
                 num_chosen=len(draft.ids),
-                policy_version=policy_version,
+                policy_version=version,
             )
-            for draft in self._engine.sample(state, **sampling)
+            for draft in self.engine.sample(state, **sampling)
         ]
 
 

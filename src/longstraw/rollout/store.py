@@ -10,19 +10,9 @@ from longstraw.data.stream import PromptStream
 from longstraw.rollout.records import Batch, Group, Rollout
 
 # What a checkpoint calls the fields of a group's rollouts.
-_TENSORS = {
-    "responses": "ids",
-    "sampled_logps": "sampled_logps",
-    "masks": "mask",
-    "old_logps": "old_logps",
-    "reference_logps": "reference_logps",
-}
-_VALUES = {
-    "finish_reasons": "finish_reason",
-    "rewards": "reward",
-    "advantages": "advantage",
-    "policy_versions": "policy_version",
-}
+_TENSORS = {"responses": "ids", "sampled_logps": "sampled_logps", "masks": "mask"}
+_TENSORS |= {name: name for name in ("old_logps", "reference_logps")}
+_VALUES = {f"{field}s": field for field in ("finish_reason", "reward", "advantage", "policy_version")}
 
 
 def batch_to_stored(batch: Batch | None) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:

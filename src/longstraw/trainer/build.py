@@ -78,7 +78,7 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
             mesh=processes.mesh if trained else None,
         )
 
-    reference = ReferencePolicy(policy, make_engine) if config.beta > 0 else None
+    score_reference = ReferencePolicy(policy, make_engine).score if config.beta > 0 else None
     parameters = trainable_parameters(policy.model)
     trained = sum(parameter.numel() for parameter in parameters.values())
     reporter.say(f"model: {config.model.path} on {policy.device}, {trained:,} trained parameters; run: {run.path}")
@@ -91,7 +91,6 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
     engine = make_engine(policy.model, trained=True)
     sampler: Sampler = FunctionSampler(rollout_func, engine, codec.tokenizer) if rollout_func else EngineSampler(engine)
     judge = Judge(rewards, config.reward_weights, codec)
-    score_reference = reference.score if reference else None
     collector = RolloutCollector(config, engine, sampler, judge, stream, policy.stop_ids, score_reference, processes)
     evaluator = Evaluator(config, sets, make_engine(policy.model), judge, policy.stop_ids, processes)
     optimizer = NamedOptimizer(parameters, config, num_steps)

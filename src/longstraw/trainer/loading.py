@@ -37,11 +37,6 @@ class Policy:
         return hasattr(self.model, "peft_config")
 
     @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
-
-    @property
     def max_positions(self) -> int | None:
         """Positions the model has, None where its config names no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

@@ -14,13 +14,12 @@ from longstraw.engine.engine import Engine
 from longstraw.parallel.processes import Processes
 from longstraw.rollout.collector import RolloutCollector
 from longstraw.trainer.checkpoint import Checkpoint, load_newest, save_checkpoint
-from longstraw.trainer.completions import completion_rows
 from longstraw.trainer.evaluation import Evaluator
 from longstraw.trainer.interrupts import Interrupts
 from longstraw.trainer.loading import Policy
 from longstraw.trainer.metrics import Row
 from longstraw.trainer.optimizer import NamedOptimizer
-from longstraw.trainer.receipt import StepReceipt
+from longstraw.trainer.receipt import StepReceipt, completion_rows
 from longstraw.trainer.report import Reporter, evaluated_names
 from longstraw.trainer.rng import RngState, seed_everything
 from longstraw.trainer.run_dir import RunDir
@@ -194,15 +193,14 @@ class Trainer:
         )
 
     def _evaluation_due(self, step: int) -> bool:
-        if not self.evaluator:
-            return False
         every = self.config.eval_steps
         due = (
             (step == 0 and self.config.eval_on_start)
             or step >= self.num_steps
             or (every is not None and step > 0 and step % every == 0)
         )
-        return due and not any(row["step"] == step and evaluated_names(row) for row in self.history)
+        is_done = any(row["step"] == step and evaluated_names(row) for row in self.history)
+        return bool(self.evaluator) and due and not is_done
 
     def _evaluate(self, step: int) -> None:
         row = {"step": step, **self.evaluator.run(self._trainer_state())}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from longstraw.data.text import TextCodec
 from longstraw.objective import Mean
 from longstraw.rollout.phases import PhaseLedger
 from longstraw.rollout.records import Batch
 from longstraw.trainer.metrics import Row
 from longstraw.trainer.refresh import Staleness
 from longstraw.trainer.statistics import describe, mean_and_deviation
+
+_EXCERPT_TOKENS = 200
 
 
 @dataclass
@@ -98,3 +103,23 @@ def rollout_metrics(batch: Batch) -> Row:
     row |= describe((rollout.num_chosen for rollout in stopped), "completions/{}_terminated_length")
     row |= describe((len(group.prompt.ids) for group in batch.groups), "prompts/{}_length")
     return row | batch.reward_metrics
+
+
+def completion_rows(batch: Batch, tokenizer: Any | None) -> Iterator[Row]:
+    """One row a completion: the prompt's end, the completion, its rewards, advantage, length and ending."""
+    codec = TextCodec(tokenizer)
+    for group in batch.groups:
+        excerpt = codec.excerpt(group.prompt.ids, _EXCERPT_TOKENS)
+        for rollout in group.rollouts:
+            yield {
+                "row": group.prompt.row,
+                "prompt_tokens": len(group.prompt.ids),
+                "prompt": excerpt,
+                "completion": rollout.completion,
+                "rewards": rollout.rewards,
+                "reward": rollout.reward,
+                "advantage": rollout.advantage,
+                "completion_tokens": len(rollout.ids),
+                "finish_reason": rollout.finish_reason,
+                **rollout.extra,
+            }

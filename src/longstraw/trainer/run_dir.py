@@ -102,7 +102,7 @@ class RunDir:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, **summary: Any) -> None:
         if self.writes:
             _replace(self.path / "summary.json", json.dumps(to_plain(summary), indent=1))
 

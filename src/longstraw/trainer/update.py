@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,22 +61,24 @@ class _Share:
             self.held.popitem()[1].release()
 
 
+@dataclass
 class StepGradient:
     """Takes gradients of batches; of several processes each takes those of its own groups.
 
-    Args:
+    Attributes:
         config: loss, clipping, iterations, temperature.
         engine: over the trained model, with the processes' mesh.
         optimizer: over its parameters.
     """
 
-    def __init__(self, config: TrainConfig, engine: Engine, optimizer: NamedOptimizer, processes: Processes) -> None:
-        self._config = config
-        self._engine = engine
-        self._optimizer = optimizer
-        self._processes = processes
-        self._loss = config.policy_loss()
-        self._states = StateKeeper(config, engine)
+    config: TrainConfig
+    engine: Engine
+    optimizer: NamedOptimizer
+    processes: Processes
+
+    def __post_init__(self) -> None:
+        self._loss = self.config.policy_loss()
+        self._states = StateKeeper(self.config, self.engine)
 
     def take(self, batch: Batch, iteration: int, receipt: StepReceipt) -> None:
         """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
@@ -94,37 +95,35 @@ class StepGradient:
             ProcessError: something failed in another process.
         """
         own, phases = _Share(), receipt.phases
-        parts = GradientParts(self._engine) if self._config.log_gradient_parts else None
+        parts = GradientParts(self.engine) if self.config.log_gradient_parts else None
         try:
-            if self._config.top_entropy_quantile < 1:
+            if self.config.top_entropy_quantile < 1:
                 self._choose_tokens(batch, iteration, phases, own)
-            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases, own, parts))
-            self._engine.reduce_gradients()
+            shares = self.processes.together(lambda: self._own_share(batch, iteration, phases, own, parts))
+            self.engine.reduce_gradients()
             reached = set().union(*(share.reached for share in shares))
-            for index, parameter in enumerate(self._optimizer.parameters.values()):
+            for index, parameter in enumerate(self.optimizer.parameters.values()):
                 if index not in reached:
                     parameter.grad = None  # a sum over processes that have none is no gradient
             receipt.sides = parts.metrics() if parts is not None else {}
-            receipt.grad_norm = norm = self._optimizer.clip(self._config.max_grad_norm)
+            receipt.grad_norm = norm = self.optimizer.clip(self.config.max_grad_norm)
             if norm != norm or norm in (float("inf"), float("-inf")):
                 raise StepRefused(
                     f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions."
                 )
         except BaseException:
             own.release()
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             raise
-        if self._config.num_iterations > 1:
-            for share in shares:
-                for place, result in share.results.items():
-                    for rollout, logp in zip(batch.groups[place].rollouts, result.logps, strict=True):
-                        rollout.old_logps = logp if rollout.old_logps is None else rollout.old_logps
+        for place, result in (item for share in shares for item in share.results.items()):
+            for rollout, logp in zip(batch.groups[place].rollouts, result.logps):
+                rollout.old_logps = logp if rollout.old_logps is None else rollout.old_logps
         results = in_order([share.results for share in shares])
         receipt.loss = sum(result.loss for result in results)
         receipt.num_skipped = len(batch.groups) - len(results)
         receipt.means = merge_metrics(result.metrics for result in results)
         receipt.logp_differences = torch.cat([torch.empty(0), *(result.differences for result in results)])
-        if self._config.checkpoint_bytes is not None:
+        if self.config.checkpoint_bytes is not None:
             strides = [result.checkpoint_stride for result in results if result.checkpoint_stride is not None]
             receipt.checkpoint_stride = max(strides, default=None)
         receipt.staleness = sum((share.staleness for share in shares), start=Staleness())
@@ -135,21 +134,21 @@ class StepGradient:
         def entropies() -> dict[int, list[torch.Tensor]]:
             found = {}
             for place, group in enumerate(batch.groups):
-                if not self._processes.owns(group.owner):
+                if not self.processes.owns(group.owner):
                     continue
                 own.held[place] = state = self._states.take(group, iteration, own.staleness)
-                _, scored = self._engine.score_with_entropies(state, group.responses, self._config.temperature)
-                phases.take(self._engine.meter)
+                _, scored = self.engine.score_with_entropies(state, group.responses, self.config.temperature)
+                phases.take(self.engine.meter)
                 found[place] = [entropy.cpu() for entropy in scored]
-                if self._config.gradient_accumulation_steps > 1:
+                if self.config.gradient_accumulation_steps > 1:
                     own.held.pop(place).release()
-                elif not group.needs_gradient(self._config):
+                elif not group.needs_gradient(self.config):
                     self._states.put_back(group, own.held.pop(place), iteration)
             return found
 
-        spread = [entropy for group in in_order(self._processes.together(entropies)) for entropy in group]
+        spread = [entropy for group in in_order(self.processes.together(entropies)) for entropy in group]
         masks = [rollout.mask for rollout in batch.rollouts]
-        chosen = high_entropy_masks(spread, masks, self._config.top_entropy_quantile)
+        chosen = high_entropy_masks(spread, masks, self.config.top_entropy_quantile)
         for rollout, mask in zip(batch.rollouts, chosen, strict=True):
             rollout.policy_mask = mask
 
@@ -158,11 +157,11 @@ class StepGradient:
     ) -> _Share:
         normalizer = batch.normalizer
         for place, group in enumerate(batch.groups):
-            if self._processes.owns(group.owner) and group.needs_gradient(self._config):
+            if self.processes.owns(group.owner) and group.needs_gradient(self.config):
                 if place in share.held:
                     state = share.held.pop(place)
                 else:
-                    counted = self._config.top_entropy_quantile < 1  # when its tokens were chosen
+                    counted = self.config.top_entropy_quantile < 1  # when its tokens were chosen
                     state = self._states.take(group, iteration, Staleness() if counted else share.staleness)
                 try:
                     share.results[place] = self._group_gradient(group, state, normalizer, phases, parts)
@@ -170,7 +169,7 @@ class StepGradient:
                     state.release()
                     raise
                 self._states.put_back(group, state, iteration)
-        parameters = enumerate(self._optimizer.parameters.values())
+        parameters = enumerate(self.optimizer.parameters.values())
         share.reached = {index for index, parameter in parameters if parameter.grad is not None}
         return share
 
@@ -183,19 +182,25 @@ class StepGradient:
         parts: GradientParts | None,
     ) -> _GroupResult:
         measured: dict[str, Mean] = {}
+
+        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+            value, metrics = group.loss(self._loss, logps, normalizer)
+            measured.update(metrics)
+            return value
+
         try:
-            phases.take(self._engine.meter)
-            outcome = self._engine.backward(
+            phases.take(self.engine.meter)
+            outcome = self.engine.backward(
                 state,
                 group.responses,
-                self._objective(group, normalizer, measured),
-                temperature=self._config.temperature,
+                objective,
+                temperature=self.config.temperature,
                 keep_response_side=parts is not None,
             )
-            phases.take(self._engine.meter)
+            phases.take(self.engine.meter)
         except FloatingPointError as error:
             raise StepRefused(f"{group.prompt.name}: {error}") from error
-        if not _all_finite(self._engine.host.model):
+        if not _all_finite(self.engine.host.model):
             raise StepRefused(
                 f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
                 "model.dtype to float32, or lower learning_rate."
@@ -203,9 +208,8 @@ class StepGradient:
         if parts is not None:
             assert outcome.response_side is not None
             parts.add(outcome.response_side)
-        scored = [
-            entropy.cpu()[rollout.mask] for entropy, rollout in zip(outcome.entropies, group.rollouts, strict=True)
-        ]
+        pairs = zip(outcome.entropies, group.rollouts, strict=True)
+        scored = [entropy.cpu()[rollout.mask] for entropy, rollout in pairs]
         measured["entropy"] = Mean(sum(float(entropy.sum()) for entropy in scored), sum(map(len, scored)))
         logps = [logp.cpu() for logp in outcome.logps]
         differences = [
@@ -216,20 +220,10 @@ class StepGradient:
         return _GroupResult(
             float(outcome.loss),
             {name: Mean(float(mean.total), mean.count) for name, mean in measured.items()},
-            logps if self._config.num_iterations > 1 else [],
+            logps if self.config.num_iterations > 1 else [],
             torch.cat(differences) if differences else torch.empty(0),
             state.checkpoint_stride,
         )
-
-    def _objective(
-        self, group: Group, normalizer: Normalizer, measured: dict[str, Mean]
-    ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
-            value, metrics = group.loss(self._loss, logps, normalizer)
-            measured.update(metrics)
-            return value
-
-        return objective
 
 
 def _all_finite(model: Any) -> bool:
