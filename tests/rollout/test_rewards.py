@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,31 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from longstraw.rollout.rewards import RewardError, RewardFunction, RewardScores, load_reward, score
+from longstraw.data.prompts import Prompt
+from longstraw.data.text import TextCodec
+from longstraw.rollout.judge import Judge
+from longstraw.rollout.records import Group, Rollout
+from longstraw.rollout.rewards import RewardError, RewardFunction, load_reward
 
 
-def call(*functions: Any, **columns: list[Any]) -> RewardScores:
-    return score(
-        [RewardFunction(function.__name__, function) for function in functions],
-        prompts=["p", "p", "q", "q"],
-        completions=["a", "b", "c", "d"],
-        completion_ids=[[1], [2], [3], []],
-        columns=columns,
-        trainer_state=TrainerState(global_step=6),
-        step=7,
-    )
+class Letters(TextCodec):
+    """One letter a token, nothing being "d"."""
+
+    def decode_completions(self, prompt: Any, completions: Sequence[Sequence[int]]) -> list[str]:
+        return ["dabc"[sum(ids)] for ids in completions]
+
+
+def call(*functions: Any, **columns: list[Any]) -> tuple[list[Rollout], dict[str, float]]:
+    """Four rollouts, two a prompt, as the functions judged them, and what they logged."""
+    ids = [torch.tensor([1]), torch.tensor([2]), torch.tensor([3]), torch.tensor([], dtype=torch.long)]
+    rollouts = [
+        Rollout(entry, entry > 0, "stop", columns={name: values[place] for name, values in columns.items()})
+        for place, entry in enumerate(ids)
+    ]
+    prompts = [Prompt(row, np.array([row]), text, {"level": row}) for row, text in enumerate("pq")]
+    groups = [Group(0, prompts[0], rollouts[:2]), Group(1, prompts[1], rollouts[2:])]
+    rewards = [RewardFunction(function.__name__, function) for function in functions]
+    return rollouts, Judge(rewards, None, Letters(None))(groups, TrainerState(global_step=6))
 
 
 def test_functions_get_trls_keywords() -> None:
@@ -35,11 +48,18 @@ def test_functions_get_trls_keywords() -> None:
         rest["log_metric"]("share", 1.0)
         return [float(number) for number in answer]
 
-    scores = call(reward, answer=[1, 2, 3, 4], prompt=["never", "passed", "twice", "!"])
+    rollouts, logged = call(reward, answer=[1, 2, 3, 4], prompt=["never", "passed", "twice", "!"])
     assert seen["prompts"] == ["p", "p", "q", "q"] and seen["completion_ids"] == [[1], [2], [3], []]
     assert seen["trainer_state"].global_step == 6 and "prompt" not in seen
-    assert scores.per_function == [[1.0], [2.0], [3.0], [4.0]]
-    assert scores.extra == {"verdict": ["good", "bad", "good", "bad"]} and scores.metrics == {"share": 0.75}
+    assert seen["completions"] == ["a", "b", "c", "d"] and seen["level"] == [0, 0, 1, 1]
+    assert [rollout.rewards for rollout in rollouts] == [
+        {"reward": 1.0},
+        {"reward": 2.0},
+        {"reward": 3.0},
+        {"reward": 4.0},
+    ]
+    assert [rollout.extra["verdict"] for rollout in rollouts] == ["good", "bad", "good", "bad"]
+    assert [rollout.completion for rollout in rollouts] == ["a", "b", "c", "d"] and logged == {"share": 0.75}
 
 
 def test_async_functions_run_together_beside_sync_ones() -> None:
@@ -58,17 +78,17 @@ def test_async_functions_run_together_beside_sync_ones() -> None:
     def third(completions: list[str], **_: Any) -> list[int]:
         return list(range(len(completions)))
 
-    scores = call(first, second, third)
-    assert scores.names == ["first", "second", "third"]
-    assert scores.per_function[2] == [1.0, None, 2.0]
+    rollouts, _ = call(first, second, third)
+    assert list(rollouts[2].rewards.items()) == [("first", 1.0), ("second", None), ("third", 2.0)]
+    assert rollouts[2].reward == 3.0
 
 
 def test_numbers_of_every_kind() -> None:
     def reward(**_: Any) -> Any:
         return [True, np.float32(0.5), torch.tensor(2), float("nan")]
 
-    assert call(reward).per_function == [[1.0], [0.5], [2.0], [None]]
-    assert call(RewardLike()).per_function == [[1.0]] * 4
+    assert [rollout.reward for rollout in call(reward)[0]] == [1.0, 0.5, 2.0, None]
+    assert [rollout.reward for rollout in call(RewardLike())[0]] == [1.0] * 4
 
 
 class RewardLike:

@@ -20,7 +20,7 @@ import yaml
 import longstraw
 from longstraw.data.prompts import Prompt
 from longstraw.objective import Normalizer, PolicyLoss
-from longstraw.rollout.groups import Group
+from longstraw.rollout.records import Group, Rollout
 from longstraw.studies.oracle import compare
 
 
@@ -41,10 +41,12 @@ def test_the_oracle_compares_with_what_stock_autograd_scores() -> None:
     engine = longstraw.Engine(model, segment_tokens=8)
     kept = engine.capture(prompt)
     before = [reference.response_logps(model, prompt, response).detach() for response in responses]
-    group = Group(
-        0, Prompt(0, np.arange(4, 34, dtype=np.int32), "", {}), responses, [], None, masks, advantages=[1.0, -0.5],
-        old_logps=before,
-    )  # fmt: skip
+    advantages = [1.0, -0.5]
+    rollouts = [
+        Rollout(*pair, "length", advantage=advantage, old_logps=old)
+        for *pair, advantage, old in zip(responses, masks, advantages, before, strict=True)
+    ]
+    group = Group(0, Prompt(0, np.arange(4, 34, dtype=np.int32), "", {}), rollouts)
     loss, normalizer = PolicyLoss(loss_type="dapo"), Normalizer.from_masks(masks)
 
     same = compare(engine, group, kept, kept, normalizer, loss, 1.0)
@@ -54,7 +56,7 @@ def test_the_oracle_compares_with_what_stock_autograd_scores() -> None:
     with engine.capture(prompt) as fresh:
         found = compare(engine, group, kept, fresh, normalizer, loss, 1.0)
     now = [reference.response_logps(model, prompt, response).detach() for response in responses]
-    expected, _ = loss(now, group.advantages, normalizer, old_logps=before, masks=masks)
+    expected, _ = loss(now, advantages, normalizer, old_logps=before, masks=masks)
     assert found.loss_fresh == pytest.approx(float(expected), abs=1e-6)
     stale = [logp.cpu() for logp in engine.score(kept, responses)]
     apart = torch.cat([(old - new)[mask].abs() for old, new, mask in zip(stale, now, masks, strict=True)])

@@ -48,10 +48,7 @@ def completion_charts(run: RunData) -> list[Chart]:
             rules=((limit, f"limit {readable(limit)}"),) if isinstance(limit, int) else (),
         ),
         Chart(
-            "Completions cut at the length limit",
-            "share of completions",
-            {"completions/clipped_ratio": ""},
-            zero=True,
+            "Completions cut at the length limit", "share of completions", {"completions/clipped_ratio": ""}, zero=True
         ),
         Chart(
             "Length of those that ended by themselves",

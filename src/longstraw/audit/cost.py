@@ -8,7 +8,7 @@ from longstraw.audit.bars import Layer
 from longstraw.audit.catalogue import metric_keys
 from longstraw.audit.figures import SMALL, Chart, Figure, draw_stack
 from longstraw.audit.numbers import memory, memory_unit
-from longstraw.audit.run_data import Row, RunData, finite
+from longstraw.audit.run_data import Row, RunData, finite, finite_values
 from longstraw.audit.thinning import thin
 
 MAX_BARS = 60
@@ -69,7 +69,7 @@ def phase_costs(run: RunData) -> list[PhaseCost]:
 
 def cost_charts(run: RunData) -> list[Chart]:
     """Memory and throughput over steps."""
-    peaks = [peak for row in run.steps if (peak := finite(row, "peak_memory_bytes")) is not None]
+    peaks = finite_values(run.steps, "peak_memory_bytes")
     size, unit = memory_unit(max(peaks, default=0.0))
     return [
         Chart("Peak memory", unit, {"peak_memory_bytes": ""}, memory_kind(run), scale=size),

@@ -163,11 +163,7 @@ def _views(
     for size in sizes:
         svg, axes = render(size)
         _name(svg, title, description)
-        hover = {
-            "width": size[0],
-            "at": [round(axes.across(step), 1) for step in texts],
-            "text": list(texts.values()),
-        }
+        hover = {"width": size[0], "at": [round(axes.across(step), 1) for step in texts], "text": list(texts.values())}
         shown = "always" if len(sizes) == 1 else "wide" if size == max(sizes) else "narrow"
         views.append(View(Markup(tostring(svg, encoding="unicode")), json.dumps(hover), shown))
     return views

@@ -59,8 +59,7 @@ def _of_evaluation(run: RunData) -> Iterator[Gap]:
     first, last = run.evaluations[0]["step"], run.evaluations[-1]["step"]
     if first > 0:
         yield Gap(
-            "Held-out reward before training",
-            f"The first evaluation is of step {first:,}. Set eval_on_start to true.",
+            "Held-out reward before training", f"The first evaluation is of step {first:,}. Set eval_on_start to true."
         )
     if run.steps and last < run.last_step:
         yield Gap("Held-out reward after the last step", f"The last evaluation is of step {last:,}.")

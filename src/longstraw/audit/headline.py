@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from longstraw.audit.cost import memory_kind
 from longstraw.audit.numbers import duration, memory, readable, signed, tokens
-from longstraw.audit.run_data import Row, RunData, finite
+from longstraw.audit.run_data import Row, RunData, finite, finite_values
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def held_out(run: RunData) -> list[HeldOut]:
 
 
 def _reward_tile(run: RunData) -> Tile | None:
-    rewards = [value for row in run.steps if (value := finite(row, "reward")) is not None]
+    rewards = finite_values(run.steps, "reward")
     if not rewards:
         return None
     size = min(10, max(1, len(rewards) // 5))
@@ -141,20 +141,12 @@ def _steps_tile(run: RunData) -> Tile:
 
 
 def _time_tile(run: RunData) -> Tile | None:
-    stepping = [value for row in run.steps if (value := finite(row, "step_time")) is not None]
-    evaluating = [
-        value
-        for row in run.evaluations
-        for name in run.set_names
-        if (value := finite(row, f"eval/{name}/time")) is not None
-    ]
+    stepping = finite_values(run.steps, "step_time")
+    evaluating = [time for name in run.set_names for time in finite_values(run.evaluations, f"eval/{name}/time")]
     if not stepping and not evaluating:
         return None
-    parts = []
-    if stepping:
-        parts.append(f"{duration(sum(stepping) / len(stepping))} a step")
-    if evaluating:
-        parts.append(f"evaluations took {duration(sum(evaluating))}")
+    parts = [f"{duration(sum(stepping) / len(stepping))} a step"] if stepping else []
+    parts += [f"evaluations took {duration(sum(evaluating))}"] if evaluating else []
     return Tile("Time", duration(sum(stepping) + sum(evaluating)), "; ".join(parts))
 
 
@@ -165,7 +157,7 @@ def _memory_tile(run: RunData) -> Tile | None:
         for key in row
         if key.startswith("memory/") and (peak := finite(row, key)) is not None
     ]
-    whole = [(peak, "") for row in run.steps if (peak := finite(row, "peak_memory_bytes")) is not None]
+    whole = [(peak, "") for peak in finite_values(run.steps, "peak_memory_bytes")]
     if not whole and not peaks:
         return None
     peak, phase = max([*whole, *peaks])
@@ -174,10 +166,7 @@ def _memory_tile(run: RunData) -> Tile | None:
 
 
 def _prompts_tile(run: RunData) -> Tile | None:
-    lows, highs, means = (
-        [value for row in run.steps if (value := finite(row, f"prompts/{which}_length")) is not None]
-        for which in ("min", "max", "mean")
-    )
+    lows, highs, means = (finite_values(run.steps, f"prompts/{which}_length") for which in ("min", "max", "mean"))
     if not (lows and highs and means):
         return None
     if min(lows) == max(highs):

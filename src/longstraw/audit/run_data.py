@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -140,6 +141,11 @@ def finite(row: Row, key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def finite_values(rows: Iterable[Row], key: str) -> list[float]:
+    """Of the rows that have one."""
+    return [value for row in rows if (value := finite(row, key)) is not None]
 
 
 def _by_step(rows: list[Row]) -> tuple[list[Row], list[Row]]:

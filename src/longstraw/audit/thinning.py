@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from longstraw.audit.run_data import Row, finite
+from longstraw.audit.run_data import Row, finite_values
 
 _SPAN = "_steps"
 
@@ -40,8 +40,7 @@ def _merged(rows: Sequence[Row]) -> Row:
         return rows[0]
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        values = [value for value in (finite(row, key) for row in rows) if value is not None]
-        if values:
+        if values := finite_values(rows, key):
             merged[key] = _combine(key, values)
     merged["step"] = sum(row["step"] for row in rows) / len(rows)
     merged[_SPAN] = (rows[0]["step"], rows[-1]["step"])

@@ -17,11 +17,8 @@ def config(
 ) -> None:
     """List every option of a training configuration: name, type, default, meaning."""
     console = Console()
-    found = False
-    for key, kind, default, text in list_options():
-        if word and word.lower() not in f"{key} {text}".lower():
-            continue
-        found = True
+    found = [option for option in list_options() if not word or word.lower() in f"{option[0]} {option[-1]}".lower()]
+    for key, kind, default, text in found:
         console.print(
             f"[bold]{escape(key)}[/bold]  [dim]{escape(kind)}, default {escape(default)}[/dim]", highlight=False
         )

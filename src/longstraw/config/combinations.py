@@ -21,8 +21,7 @@ def find_problems(config: TrainConfig) -> Iterator[str]:
     if config.num_generations < 2:
         yield (
             f"'num_generations' is {config.num_generations}: an advantage compares the responses of one group, and a "
-            "group of "
-            "one has nothing to compare with. Set num_generations to 2 or more."
+            "group of one has nothing to compare with. Set num_generations to 2 or more."
         )
     if config.model.quantization and not (config.lora or config.model.adapter):
         yield (
@@ -33,15 +32,13 @@ def find_problems(config: TrainConfig) -> Iterator[str]:
         yield "'lora' makes new adapters and 'model.adapter' goes on with a trained one. Remove one of them."
     if config.model.reference_adapter and not (config.beta > 0 and (config.lora or config.model.adapter)):
         yield (
-            "'model.reference_adapter' is the reference of the KL term between adapters. Set beta above 0 and train "
-            "an adapter "
-            "(`lora` or model.adapter), or remove it."
+            "'model.reference_adapter' is the reference of the KL term between adapters. Set beta above 0 and train an "
+            "adapter (`lora` or model.adapter), or remove it."
         )
     if config.reward_weights is not None and len(config.reward_weights) != len(config.reward_funcs):
         yield (
             f"'reward_weights' has {len(config.reward_weights)} values for {len(config.reward_funcs)} reward "
-            "functions. Give "
-            "one weight a function."
+            "functions. Give one weight a function."
         )
     if config.max_steps == 0:
         yield "'max_steps' is 0: there is nothing to do. Set it to 1 or more, or to -1 to go by num_train_epochs."
@@ -64,6 +61,5 @@ def find_problems(config: TrainConfig) -> Iterator[str]:
     if config.dynamic_sampling and config.beta > 0:
         yield (
             "'dynamic_sampling' drops groups whose rewards do not differ, but with 'beta' above 0 their KL term "
-            "counts. Set "
-            "beta to 0, or dynamic_sampling to false."
+            "counts. Set beta to 0, or dynamic_sampling to false."
         )

@@ -9,14 +9,17 @@ from typing import get_args
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from longstraw.config.train import TrainConfig
 
 
-def list_options() -> Iterator[tuple[str, str, str, str]]:
-    """Yield (dotted key, type, default, help) of every option, in order."""
-    yield from _list_options(TrainConfig, "")
+def list_options(group: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (dotted key, type, default, help) of every option of a group, in order; its key begins with `prefix`."""
+    for name, field in group.model_fields.items():
+        default = "required" if field.is_required() else _show(field)
+        yield prefix + name, _type_name(field), default, field.description or ""
+        if (nested := nested_class(field)) is not None:
+            yield from list_options(nested, f"{prefix}{name}.NAME." if name == "eval" else f"{prefix}{name}.")
 
 
 def group_at(group: type[BaseModel] | None, key: str) -> type[BaseModel] | None:
@@ -37,30 +40,16 @@ def nested_class(field: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
-def _list_options(group: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    for name, field in group.model_fields.items():
-        default = "required" if field.is_required() else _show(field)
-        yield prefix + name, _type_name(field), default, field.description or ""
-        nested = nested_class(field)
-        if nested is not None:
-            yield from _list_options(nested, f"{prefix}{name}.NAME." if name == "eval" else f"{prefix}{name}.")
-
-
 def _show(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined:
-        return "required"
     if isinstance(value, BaseModel):
         value = value.model_dump()
     return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()
 
 
 def _type_name(field: FieldInfo) -> str:
-    text = (
-        str(field.annotation)
-        if get_args(field.annotation)
-        else getattr(field.annotation, "__name__", str(field.annotation))
-    )
+    kind = field.annotation
+    text = str(kind) if get_args(kind) else getattr(kind, "__name__", str(kind))
     text = re.sub(r"typing\.|annotated_types\.|longstraw\.config\.\w+\.", "", text)
     while "Annotated[" in text:
         start = text.index("Annotated[")

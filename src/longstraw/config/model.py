@@ -65,8 +65,7 @@ class ModelConfig(StrictGroup):
         if self.max_position_embeddings and not self.rope_scaling:
             raise ValueError(
                 "'model.max_position_embeddings' without 'model.rope_scaling' would let positions run past what the "
-                "model "
-                "was trained on unscaled. Set model.rope_scaling, e.g. {rope_type: yarn, factor: 4.0}."
+                "model was trained on unscaled. Set model.rope_scaling, e.g. {rope_type: yarn, factor: 4.0}."
             )
         return self
 

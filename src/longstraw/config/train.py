@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -10,23 +11,29 @@ from longstraw.config.combinations import find_problems
 from longstraw.config.dataset import DatasetConfig, EvalConfig
 from longstraw.config.model import LoraConfig, ModelConfig
 from longstraw.config.refresh import RefreshConfig
-from longstraw.config.sizes import parse_bytes
 from longstraw.config.strict import StrictGroup
 from longstraw.objective.policy import PolicyLoss
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: Any) -> Any:
+    """'8GiB' or '500 MB' as a number of bytes; anything else as it is, for the type's own check."""
+    if isinstance(value, str):
+        for unit, size in _UNITS.items():
+            number = value.strip().upper().removesuffix(unit).strip()
+            if number != value.strip().upper() and number.replace(".", "", 1).isdigit():
+                return int(float(number) * size)
+    return value
+
 
 Positive = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "warmup_stable_decay",
-]
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "cosine_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
 
 
 class TrainConfig(StrictGroup):
@@ -79,7 +86,7 @@ class TrainConfig(StrictGroup):
     rollout_func: str | None = Field(
         default=None,
         description="'module:function' that makes the responses itself (tools, environments); its module's text is in "
-        "longstraw.rollout.rollout_func. Default: sample from the captured prompt.",
+        "longstraw.rollout.function_sampler. Default: sample from the captured prompt.",
     )
 
     # Objective
@@ -217,16 +224,7 @@ class TrainConfig(StrictGroup):
 
     def policy_loss(self) -> PolicyLoss:
         """The loss that these options describe. Raises ValueError for a combination that cannot be."""
-        return PolicyLoss(
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            max_completion_length=self.max_completion_length,
-        )
+        return PolicyLoss(**{option.name: getattr(self, option.name) for option in fields(PolicyLoss)})
 
     @property
     def prompts_per_update(self) -> int:

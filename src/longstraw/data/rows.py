@@ -36,9 +36,8 @@ def read_rows(config: DatasetConfig, option: str) -> list[Row]:
             )
         if "prompt" not in row:
             raise ValueError(
-                f"'{key}': row {number} has no column 'prompt'; it has {', '.join(map(repr, row))}. Name the column "
-                "of the "
-                "prompts 'prompt'."
+                f"'{key}': row {number} has no column 'prompt'; it has {', '.join(map(repr, row))}. Name the column of "
+                "the prompts 'prompt'."
             )
     return rows
 

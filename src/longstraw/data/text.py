@@ -42,8 +42,7 @@ class TextCodec:
         else:
             raise ValueError(
                 f"{where}: the prompt is of type {type(prompt).__name__}; it must be text, a list of chat messages "
-                "with 'role' "
-                "and 'content', or a list of token ids."
+                "with 'role' and 'content', or a list of token ids."
             )
         array = np.asarray(ids, dtype=np.int64)
         if array.size == 0:
@@ -51,8 +50,7 @@ class TextCodec:
         if array.min() < 0 or (self._vocab_size is not None and array.max() >= self._vocab_size):
             raise ValueError(
                 f"{where}: the prompt has token id {int(array.min()) if array.min() < 0 else int(array.max())}, "
-                "outside the "
-                f"model's vocabulary of {self._vocab_size}. Check that tokenizer and model belong together."
+                f"outside the model's vocabulary of {self._vocab_size}. Check that tokenizer and model belong together."
             )
         return array.astype(np.int32)
 

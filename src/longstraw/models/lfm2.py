@@ -26,7 +26,7 @@ def forward(
 
     b_BTE, c_BTE, x_BTE = self.in_proj(hidden_states).chunk(3, -1)
     (mixed_BTE1,) = convolve(cache.layers[self.layer_idx], [(b_BTE * x_BTE)[..., None]], kernels)
-    mixed_BTE1 = cache.layers[self.layer_idx].context.to_tokens(mixed_BTE1, mixed_BTE1.shape[2])
+    mixed_BTE1 = cache.layers[self.layer_idx].context.to_tokens(mixed_BTE1, c_BTE.shape[2])
     return self.out_proj(c_BTE * mixed_BTE1[..., 0])
 
 

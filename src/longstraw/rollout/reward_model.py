@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from longstraw.config.locate import missing_folder_hint, resolve_path
 from longstraw.data.text import is_conversation
 
 
+@dataclass(eq=False)
 class RewardModel:
     """Reward = the model's first logit for prompt and completion. Called like any reward function."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
-        self.name = name
-        self._model = model
-        self._tokenizer = tokenizer
-        self._chat_template_kwargs = chat_template_kwargs
+    name: str
+    model: Any
+    tokenizer: Any
+    chat_template_kwargs: dict[str, Any]
 
     @classmethod
     def from_pretrained(
@@ -42,9 +43,8 @@ class RewardModel:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"'reward_funcs': '{reference}' is neither 'module:function' nor a sequence-classification model "
-                "that can be "
-                f"loaded: {error}{missing_folder_hint(reference)}"
+                f"'reward_funcs': '{reference}' is neither 'module:function' nor a sequence-classification model that "
+                f"can be loaded: {error}{missing_folder_hint(reference)}"
             ) from error
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -56,16 +56,16 @@ class RewardModel:
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
         """One score a completion. Raises TypeError where prompts are token ids: another tokenizer cannot read them."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        inputs = self._tokenizer(
+        inputs = self.tokenizer(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
-        logits = self._model(**inputs.to(self._model.device)).logits
+        logits = self.model(**inputs.to(self.model.device)).logits
         return logits[:, 0].float().tolist()
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if is_conversation(prompt):
-            return self._tokenizer.apply_chat_template(
-                [*prompt, *completion], tokenize=False, **self._chat_template_kwargs
+            return self.tokenizer.apply_chat_template(
+                [*prompt, *completion], tokenize=False, **self.chat_template_kwargs
             )
         if isinstance(prompt, str):
             return prompt + completion

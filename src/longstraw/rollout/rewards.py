@@ -6,16 +6,13 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from longstraw.config.locate import is_function_reference, load_function
 
 Reward = float | None
-# Columns with these names are the contract's own and are not passed twice.
-RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class RewardError(RuntimeError):
@@ -32,23 +29,6 @@ class RewardFunction:
     @property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
-
-
-@dataclass
-class RewardScores:
-    """What the reward functions said about a batch.
-
-    Attributes:
-        names: one a function.
-        per_function: [num_samples][num_functions]; None where a function left the sample out.
-        extra: columns from `log_extra`, one value a sample.
-        metrics: means of what `log_metric` was given.
-    """
-
-    names: list[str]
-    per_function: list[list[Reward]]
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def load_reward(reference: str, **model_options: Any) -> RewardFunction:
@@ -68,73 +48,34 @@ def load_reward(reference: str, **model_options: Any) -> RewardFunction:
     return RewardFunction(model.name, model)
 
 
-def score(
-    functions: Sequence[RewardFunction],
-    *,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    columns: dict[str, list[Any]],
-    trainer_state: Any,
-    step: int,
-) -> RewardScores:
-    """Call every function with keyword arguments, the async ones together, and check what comes back.
+def call_rewards(
+    functions: Sequence[RewardFunction], keywords: dict[str, Any], num_samples: int, step: int
+) -> list[list[Reward]]:
+    """Call every function with the keywords, the async ones together, and check what comes back.
 
     Args:
-        prompts, completions, completion_ids: one entry a sample; a group's prompt is repeated.
-        columns: the dataset's other columns, one value a sample.
-        trainer_state: passed on.
+        keywords: of TRL's contract; what has one value a sample is a list.
         step: for messages.
+    Returns:
+        [num_samples][num_functions]; None where a function left the sample out.
     Raises:
         RewardError: a function raised, returned the wrong number of values, or a value that is no number.
     """
-    extra: dict[str, list[Any]] = defaultdict(list)
-    logged: dict[str, list[float]] = defaultdict(list)
-
-    def log_extra(column: str, values: list[Any]) -> None:
-        extra[column].extend(values)
-
-    def log_metric(name: str, value: float) -> None:
-        logged[name].append(float(value))
-
-    keywords: dict[str, Any] = {
-        **{name: values for name, values in columns.items() if name not in RESERVED_COLUMNS},
-        "prompts": list(prompts),
-        "completions": list(completions),
-        "completion_ids": [list(ids) for ids in completion_ids],
-        "trainer_state": trainer_state,
-        "log_extra": log_extra,
-        "log_metric": log_metric,
-    }
     outputs: list[Any] = [None] * len(functions)
     for index, function in enumerate(functions):
         if not function.is_async:
             try:
                 outputs[index] = function.call(**keywords)
             except Exception as error:
-                raise _raised(function, error, keywords, len(prompts), step) from error
+                raise _raised(function, error, keywords, num_samples, step) from error
     waiting = [index for index, function in enumerate(functions) if function.is_async]
     for index, result in zip(waiting, _run_async([functions[index] for index in waiting], keywords), strict=True):
         if isinstance(result, Exception):
-            raise _raised(functions[index], result, keywords, len(prompts), step) from result
+            raise _raised(functions[index], result, keywords, num_samples, step) from result
         outputs[index] = result
 
-    values = [
-        _checked(function, output, len(prompts), step) for function, output in zip(functions, outputs, strict=True)
-    ]
-    for column, entries in extra.items():
-        if len(entries) != len(prompts):
-            raise RewardError(
-                f"log_extra was given {len(entries)} values for column '{column}' at step {step}, for {len(prompts)} "
-                "samples. "
-                "Give one a sample."
-            )
-    return RewardScores(
-        names=[function.name for function in functions],
-        per_function=[list(row) for row in zip(*values, strict=True)],
-        extra=dict(extra),
-        metrics={name: sum(entries) / len(entries) for name, entries in logged.items()},
-    )
+    values = [_checked(*pair, num_samples, step) for pair in zip(functions, outputs, strict=True)]
+    return [list(row) for row in zip(*values, strict=True)]
 
 
 def _run_async(functions: Sequence[RewardFunction], keywords: dict[str, Any]) -> list[Any]:
@@ -184,9 +125,8 @@ def _raised(
     sample = _find_failing_sample(function, keywords, num_samples)
     which = f"sample {sample}" if sample is not None else f"the batch of {num_samples} samples (no sample raises alone)"
     return RewardError(
-        f"reward function '{function.name}' raised {type(error).__name__} at step {step} on {which}: {error}. "
-        "Correct the "
-        "function, or let it return None for a sample it cannot judge."
+        f"reward function '{function.name}' raised {type(error).__name__} at step {step} on {which}: {error}. Correct "
+        "the function, or let it return None for a sample it cannot judge."
     )
 
 

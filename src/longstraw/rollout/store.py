@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from longstraw.data.stream import PromptStream
-from longstraw.rollout.groups import Batch, Group
+from longstraw.rollout.records import Batch, Group, Rollout
 
-_LISTS = ("responses", "sampled_logps", "masks", "old_logps", "reference_logps")
+# What a checkpoint calls the fields of a group's rollouts.
+_TENSORS = {"responses": "ids", "sampled_logps": "sampled_logps", "masks": "mask"}
+_TENSORS |= {name: name for name in ("old_logps", "reference_logps")}
+_VALUES = {f"{field}s": field for field in ("finish_reason", "reward", "advantage", "policy_version")}
 
 
 def batch_to_stored(batch: Batch | None) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
@@ -19,19 +22,14 @@ def batch_to_stored(batch: Batch | None) -> tuple[dict[str, Any] | None, dict[st
     tensors: dict[str, torch.Tensor] = {}
     groups = []
     for number, group in enumerate(batch.groups):
-        lists = {name: getattr(group, name) for name in _LISTS if getattr(group, name) is not None}
-        for name, entries in lists.items():
-            tensors |= {f"{number}.{name}.{index}": tensor.detach().cpu() for index, tensor in enumerate(entries)}
-        groups.append(
-            {
-                "position": group.position,
-                "owner": group.owner,
-                "finish_reasons": group.finish_reasons,
-                "rewards": group.rewards,
-                "advantages": group.advantages,
-                "lists": {name: len(entries) for name, entries in lists.items()},
-            }
-        )
+        lists: dict[str, int] = {}
+        for name, field in _TENSORS.items():
+            entries = [getattr(rollout, field) for rollout in group.rollouts]
+            if all(entry is not None for entry in entries):
+                lists[name] = len(entries)
+                tensors |= {f"{number}.{name}.{index}": entry.detach().cpu() for index, entry in enumerate(entries)}
+        values = {name: [getattr(rollout, field) for rollout in group.rollouts] for name, field in _VALUES.items()}
+        groups.append({"position": group.position, "owner": group.owner, **values, "lists": lists})
     return {"groups": groups, "next_position": batch.next_position, "num_replaced": batch.num_replaced}, tensors
 
 
@@ -43,20 +41,10 @@ def batch_from_stored(
         return None
     groups = []
     for number, entry in enumerate(stored["groups"]):
-        lists: dict[str, Any] = {
-            name: [tensors[f"{number}.{name}.{index}"] for index in range(length)]
-            for name, length in entry["lists"].items()
-        }
-        groups.append(
-            Group(
-                entry["position"],
-                stream.at(entry["position"]),
-                finish_reasons=entry["finish_reasons"],
-                rewards=entry["rewards"],
-                advantages=entry["advantages"],
-                sampled_logps=lists.pop("sampled_logps", None),
-                owner=entry.get("owner", 0),
-                **lists,
-            )
-        )
+        fields = {field: entry[name] for name, field in _VALUES.items() if name in entry}
+        for name, length in entry["lists"].items():
+            fields[_TENSORS[name]] = [tensors[f"{number}.{name}.{index}"] for index in range(length)]
+        rollouts = [Rollout(**dict(zip(fields, values, strict=True))) for values in zip(*fields.values(), strict=True)]
+        position = entry["position"]
+        groups.append(Group(position, stream.at(position), rollouts, owner=entry.get("owner", 0)))
     return Batch(groups, stored["next_position"], stored["num_replaced"])

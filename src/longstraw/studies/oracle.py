@@ -12,7 +12,7 @@ import torch
 
 from longstraw.engine.engine import Engine
 from longstraw.objective import Normalizer, PolicyLoss
-from longstraw.rollout.groups import Group
+from longstraw.rollout.records import Group
 from longstraw.state.resident import ResidentState
 
 
@@ -44,21 +44,13 @@ def compare(
     """Score the group's responses on both states. Changes neither.
 
     Args:
-        group: with advantages, and with `old_logps` unless its responses are on policy.
+        group: with advantages, and with old log-probabilities unless its responses are on policy.
         normalizer: of the optimizer step that the group belongs to.
     """
     losses, scored = [], []
     for state in (kept, fresh):
         logps = [logp.cpu() for logp in engine.score(state, group.responses, temperature)]
-        value, _ = loss(
-            logps,
-            group.advantages,
-            normalizer,
-            old_logps=group.old_logps,
-            masks=group.masks,
-            ref_logps=group.reference_logps,
-        )
-        losses.append(float(value))
-        scored.append(torch.cat([logp[mask] for logp, mask in zip(logps, group.masks, strict=True)]))
+        losses.append(float(group.loss(loss, logps, normalizer)[0]))
+        scored.append(torch.cat([logp[rollout.mask] for logp, rollout in zip(logps, group.rollouts, strict=True)]))
     difference = (scored[0] - scored[1]).abs()
     return Comparison(losses[0], losses[1], float(difference.mean()) if difference.numel() else 0.0)

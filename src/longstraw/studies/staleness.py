@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from transformers import TrainerState
 
-from longstraw.rollout.groups import Batch
 from longstraw.rollout.phases import PhaseLedger
+from longstraw.rollout.records import Batch
 from longstraw.studies.oracle import compare
 from longstraw.trainer.loop import Trainer
+from longstraw.trainer.receipt import StepReceipt
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def _round(trainer: Trainer, batch: Batch, number: int, num_segments: int) -> It
             state, group.state = group.state, None
             assert state is not None
             kept[group.position] = state
-            group.old_logps = [logp.cpu() for logp in engine.score(state, group.responses, config.temperature)]
+            for rollout, logp in zip(group.rollouts, engine.score(state, group.responses, config.temperature)):
+                rollout.old_logps = logp.cpu()
         for steps in range(config.num_iterations + 1):
             for group in studied:
                 engine.meter.phases.clear()
@@ -100,7 +102,7 @@ def _round(trainer: Trainer, batch: Batch, number: int, num_segments: int) -> It
                         engine.meter.phases["capture"].seconds,
                     )
             if steps < config.num_iterations:
-                trainer.gradient.take(batch, steps, PhaseLedger())
+                trainer.gradient.take(batch, steps, StepReceipt())
                 trainer.optimizer.step()
     finally:
         for state in kept.values():

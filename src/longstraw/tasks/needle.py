@@ -30,12 +30,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def prompts(
-    num_rows: int,
-    prompt_tokens: int,
-    tokenizer: str,
-    gguf_file: str | None = None,
-    num_facts: int = 4,
-    seed: int = 0,
+    num_rows: int, prompt_tokens: int, tokenizer: str, gguf_file: str | None = None, num_facts: int = 4, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Chat prompts about a long document, each close to a given length in tokens.
 

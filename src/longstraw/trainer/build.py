@@ -14,7 +14,10 @@ from longstraw.data.text import TextCodec
 from longstraw.engine.engine import Engine
 from longstraw.parallel.processes import Processes
 from longstraw.rollout.collector import RolloutCollector
+from longstraw.rollout.function_sampler import FunctionSampler
+from longstraw.rollout.judge import Judge
 from longstraw.rollout.rewards import load_reward
+from longstraw.rollout.samplers import EngineSampler, Sampler
 from longstraw.trainer.evaluation import Evaluator
 from longstraw.trainer.loading import Policy, load_policy, trainable_parameters
 from longstraw.trainer.loop import Trainer
@@ -75,7 +78,7 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
             mesh=processes.mesh if trained else None,
         )
 
-    reference = ReferencePolicy(policy, make_engine) if config.beta > 0 else None
+    score_reference = ReferencePolicy(policy, make_engine).score if config.beta > 0 else None
     parameters = trainable_parameters(policy.model)
     trained = sum(parameter.numel() for parameter in parameters.values())
     reporter.say(f"model: {config.model.path} on {policy.device}, {trained:,} trained parameters; run: {run.path}")
@@ -86,23 +89,13 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
         num_steps = batches * config.num_iterations
     stream = PromptStream(prompts, config.seed, config.shuffle_dataset)
     engine = make_engine(policy.model, trained=True)
-    collector = RolloutCollector(
-        config, engine, codec, stream, rewards, reference, policy.stop_ids, rollout_func, processes
-    )
-    evaluator = Evaluator(config, sets, make_engine(policy.model), codec, rewards, policy.stop_ids, processes)
+    sampler: Sampler = FunctionSampler(rollout_func, engine, codec.tokenizer) if rollout_func else EngineSampler(engine)
+    judge = Judge(rewards, config.reward_weights, codec)
+    collector = RolloutCollector(config, engine, sampler, judge, stream, policy.stop_ids, score_reference, processes)
+    evaluator = Evaluator(config, sets, make_engine(policy.model), judge, policy.stop_ids, processes)
+    optimizer = NamedOptimizer(parameters, config, num_steps)
     return Trainer(
-        config,
-        run,
-        policy,
-        engine,
-        prompts,
-        stream,
-        collector,
-        NamedOptimizer(parameters, config, num_steps),
-        evaluator,
-        reporter,
-        num_steps,
-        processes,
+        config, run, policy, engine, prompts, stream, collector, optimizer, evaluator, reporter, num_steps, processes
     )
 
 
@@ -112,8 +105,7 @@ def _check_positions(prompts: PromptSet, max_completion_length: int, policy: Pol
     if limit is not None and len(longest.ids) + max_completion_length > limit:
         raise ValueError(
             f"'{option}': row {longest.row} has {len(longest.ids):,} tokens; with "
-            f"max_completion_length={max_completion_length:,} "
-            f"that exceeds the model's {limit:,} positions. Set max_prompt_length to "
-            f"{max(1, limit - max_completion_length)} or less "
-            "to drop such rows, lower max_completion_length, or override RoPE with model.rope_scaling."
+            f"max_completion_length={max_completion_length:,} that exceeds the model's {limit:,} positions. Set "
+            f"max_prompt_length to {max(1, limit - max_completion_length)} or less to drop such rows, lower "
+            "max_completion_length, or override RoPE with model.rope_scaling."
         )

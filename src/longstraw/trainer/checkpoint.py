@@ -25,10 +25,6 @@ _TEMPORARY = ".writing-"
 _DOOMED = ".removing-"
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged or does not fit. The message says which and what to do."""
-
-
 @dataclass
 class Checkpoint:
     """What a checkpoint holds.

@@ -6,6 +6,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,9 @@ from typing import Any
 import torch
 
 _PACKAGES = (
-    "longstraw",
-    "torch",
-    "transformers",
-    "peft",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "accelerate",
-    "numpy",
-    "pydantic",
-    "bitsandbytes",
-    "gguf",
-)
+    "longstraw", "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "accelerate", "numpy",
+    "pydantic", "bitsandbytes", "gguf",
+)  # fmt: skip
 
 
 def collect_receipt() -> dict[str, Any]:
@@ -51,14 +43,10 @@ def collect_receipt() -> dict[str, Any]:
     return receipt
 
 
-def _versions() -> list[tuple[str, str]]:
-    found = []
+def _versions() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
-        try:
-            found.append((package, metadata.version(package)))
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
 
 
 def _cpu_name() -> str | None:

@@ -47,11 +47,10 @@ class GradientParts:
                 products.append(torch.stack([_dot(response, response), _dot(prompt, prompt), _dot(response, prompt)]))
         squares = torch.stack(products).sum(0).tolist() if products else [0.0, 0.0, 0.0]
         response_norm, prompt_norm = squares[0] ** 0.5, squares[1] ** 0.5
-        either_is_zero = response_norm == 0 or prompt_norm == 0
         return {
             "grad_norm/response": response_norm,
             "grad_norm/prompt": prompt_norm,
-            "grad_cosine": None if either_is_zero else squares[2] / (response_norm * prompt_norm),
+            "grad_cosine": squares[2] / (response_norm * prompt_norm) if response_norm and prompt_norm else None,
         }
 
 

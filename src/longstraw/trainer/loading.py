@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longstraw.config.locate import (
-    is_function_reference,
-    load_function,
-    resolve_path,
-)
+from longstraw.config.locate import is_function_reference, load_function, resolve_path
 from longstraw.config.model import ModelConfig
 from longstraw.config.train import TrainConfig
 from longstraw.trainer.adapters import add_lora, add_reference_adapter, load_adapter
@@ -39,11 +35,6 @@ class Policy:
     @property
     def is_peft(self) -> bool:
         return hasattr(self.model, "peft_config")
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def max_positions(self) -> int | None:
@@ -124,16 +115,14 @@ def _check_trainable(model: nn.Module, options: ModelConfig) -> None:
     parameters = trainable_parameters(model)
     if not parameters:
         raise ValueError(
-            "No parameter of the model requires a gradient, so there is nothing to train. Add a `lora` group, or "
-            "load the model "
-            "without freezing it."
+            "No parameter of the model requires a gradient, so there is nothing to train. Add a `lora` group, or load "
+            "the model without freezing it."
         )
     low = [name for name, parameter in parameters.items() if parameter.dtype in (torch.float16, torch.bfloat16)]
     if low:
         warnings.warn(
             f"{len(low)} trained tensors are {str(parameters[low[0]].dtype).removeprefix('torch.')}: steps smaller "
-            "than their "
-            "rounding are lost. Train adapters (`lora`), or set model.dtype to float32.",
+            "than their rounding are lost. Train adapters (`lora`), or set model.dtype to float32.",
             stacklevel=2,
         )
 

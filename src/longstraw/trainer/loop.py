@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from transformers import TrainerState
 
@@ -12,78 +13,63 @@ from longstraw.data.stream import PromptStream, derive_seed
 from longstraw.engine.engine import Engine
 from longstraw.parallel.processes import Processes
 from longstraw.rollout.collector import RolloutCollector
-from longstraw.rollout.phases import PhaseLedger
 from longstraw.trainer.checkpoint import Checkpoint, load_newest, save_checkpoint
 from longstraw.trainer.evaluation import Evaluator
 from longstraw.trainer.interrupts import Interrupts
 from longstraw.trainer.loading import Policy
 from longstraw.trainer.metrics import Row
 from longstraw.trainer.optimizer import NamedOptimizer
+from longstraw.trainer.receipt import StepReceipt, completion_rows
 from longstraw.trainer.report import Reporter, evaluated_names
 from longstraw.trainer.rng import RngState, seed_everything
 from longstraw.trainer.run_dir import RunDir
 from longstraw.trainer.snapshot import Progress, copied, restore_snapshot, take_snapshot
-from longstraw.trainer.step_metrics import completion_rows, rollout_metrics
 from longstraw.trainer.update import StepGradient
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains a policy in a run directory.
 
-    Args:
+    Attributes:
         config: the resolved configuration.
         run: its directory, begun.
         policy: model and tokenizer.
         engine: over the policy's model.
-        prompts: the training prompts.
+        prompts: the training prompts; `stream` is their order.
         collector: makes the rollouts.
         optimizer: over the trained parameters.
         evaluator: may be empty.
         reporter: prints.
         num_steps: optimizer steps in all.
         processes: those that train together.
-
-    Attributes:
         progress: where the run is.
         saved_step: the step of the checkpoint that was last written or resumed from.
         history: rows of metrics, of steps and evaluations.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDir,
-        policy: Policy,
-        engine: Engine,
-        prompts: PromptSet,
-        stream: PromptStream,
-        collector: RolloutCollector,
-        optimizer: NamedOptimizer,
-        evaluator: Evaluator,
-        reporter: Reporter,
-        num_steps: int,
-        processes: Processes | None = None,
-    ) -> None:
-        self.config = config
-        self.run = run
-        self.policy = policy
-        self.engine = engine
-        self.optimizer = optimizer
-        self.evaluator = evaluator
-        self.reporter = reporter
-        self.num_steps = num_steps
-        self.progress = Progress()
-        self.saved_step = 0
-        self.collector = collector
-        self.gradient = StepGradient(config, engine, optimizer, processes)
-        self._processes = processes or Processes()
-        self._stream = stream
-        self._num_prompts = len(prompts)
-        self._fingerprint = prompts.fingerprint()
+    config: TrainConfig
+    run: RunDir
+    policy: Policy
+    engine: Engine
+    prompts: PromptSet
+    stream: PromptStream
+    collector: RolloutCollector
+    optimizer: NamedOptimizer
+    evaluator: Evaluator
+    reporter: Reporter
+    num_steps: int
+    processes: Processes
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = 0
+    history: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gradient = StepGradient(self.config, self.engine, self.optimizer, self.processes)
+        self._fingerprint = self.prompts.fingerprint()
         self._boundary: Checkpoint | None = None  # of the last step between two rollouts, where states are kept
         self._interrupts = Interrupts()
         self._step_rng = RngState.capture()
-        self.history: list[Row] = []
 
     def resume(self) -> int:
         """Go back to the newest sound checkpoint, or to the start if there is none. Returns the step.
@@ -92,7 +78,7 @@ class Trainer:
             ValueError: the checkpoint belongs to other prompts or other parameters, or processes see different ones.
         """
         checkpoint = load_newest(self.run.checkpoints)
-        steps = self._processes.together(lambda: checkpoint.step if checkpoint else None)
+        steps = self.processes.together(lambda: checkpoint.step if checkpoint else None)
         if len(set(steps)) > 1:
             raise ValueError(
                 f"'output_dir': the processes find checkpoints of different steps ({steps}) in {self.run.path}. Put it "
@@ -101,11 +87,11 @@ class Trainer:
         if checkpoint is None:
             self.run.drop_after(-1)
             return 0
-        self.progress = restore_snapshot(checkpoint, self.optimizer, self._stream, self._fingerprint)
+        self.progress = restore_snapshot(checkpoint, self.optimizer, self.stream, self._fingerprint)
         self.saved_step = checkpoint.step
         self._step_rng = RngState.capture()
         self.run.drop_after(checkpoint.step)
-        self.history = self._processes.together(lambda: self.run.metrics.rows() if self.run.writes else [])[0]
+        self.history = self.processes.together(lambda: self.run.metrics.rows() if self.run.writes else [])[0]
         return checkpoint.step
 
     def train(self) -> None:
@@ -158,50 +144,35 @@ class Trainer:
     def _one_step(self, step: int) -> None:
         """One transaction: until the optimizer's step nothing of the run has changed."""
         begin = time.perf_counter()
-        phases = PhaseLedger()
-        if not self._processes.is_alone:
+        receipt = StepReceipt(step + 1)
+        if not self.processes.is_alone:
             # What rewards draw then depends on step and process alone, and no random state has to be gathered.
-            seed_everything(derive_seed(self.config.seed, "step", step, self._processes.rank))
+            seed_everything(derive_seed(self.config.seed, "step", step, self.processes.rank))
         old = self.progress
         iteration = step % self.config.num_iterations
-        fresh = old.batch is None or iteration == 0
-        batch = self.collector.collect(old.position, self._trainer_state(), phases) if fresh else old.batch
-        assert batch is not None
+        batch = old.batch
+        if batch is None or iteration == 0:
+            batch = receipt.sampled = self.collector.collect(old.position, self._trainer_state(), receipt.phases)
         try:
-            gradient = self.gradient.take(batch, iteration, phases)
+            self.gradient.take(batch, iteration, receipt)
         except BaseException:
             batch.release()
             raise
-        learning_rate = self.optimizer.learning_rate
+        receipt.learning_rate = self.optimizer.learning_rate
         with self._interrupts.deferred():
-            with phases.timed("optimizer"):
+            with receipt.phases.timed("optimizer"):
                 self.optimizer.step()
+            receipt.step_tokens = batch.num_tokens
+            receipt.num_tokens = old.num_tokens + (receipt.step_tokens if receipt.sampled else 0)
+            receipt.epoch = batch.next_position / len(self.prompts)
             more_iterations = (step + 1) % self.config.num_iterations != 0
-            tokens = sum(len(group.prompt.ids) + sum(map(len, group.responses)) for group in batch.groups)
             self.progress = Progress(
-                step + 1,
-                batch.next_position,
-                old.num_tokens + (tokens if fresh else 0),
-                batch if more_iterations else None,
+                step + 1, batch.next_position, receipt.num_tokens, batch if more_iterations else None
             )
-            seconds = time.perf_counter() - begin
-            row: Row = {
-                "step": step + 1,
-                "epoch": batch.next_position / self._num_prompts,
-                "learning_rate": learning_rate,
-                "loss": gradient.loss,
-                "grad_norm": gradient.norm,
-                "num_tokens": self.progress.num_tokens,
-                **(rollout_metrics(batch, self.config.reward_weights) if fresh else {}),
-                "groups/skipped": gradient.num_skipped,
-                **gradient.metrics,
-                "step_time": seconds,
-                "tokens_per_second": tokens / seconds,
-                "peak_memory_bytes": phases.peak_bytes,
-                **phases.metrics(),
-            }
+            receipt.seconds = time.perf_counter() - begin
+            row = receipt.row()
             self._log(row)
-            if fresh and self.config.log_completions:
+            if receipt.sampled and self.config.log_completions:
                 self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
         self.reporter.step(row, self.num_steps)
 
@@ -222,15 +193,14 @@ class Trainer:
         )
 
     def _evaluation_due(self, step: int) -> bool:
-        if not self.evaluator:
-            return False
         every = self.config.eval_steps
         due = (
             (step == 0 and self.config.eval_on_start)
             or step >= self.num_steps
             or (every is not None and step > 0 and step % every == 0)
         )
-        return due and not any(row["step"] == step and evaluated_names(row) for row in self.history)
+        is_done = any(row["step"] == step and evaluated_names(row) for row in self.history)
+        return bool(self.evaluator) and due and not is_done
 
     def _evaluate(self, step: int) -> None:
         row = {"step": step, **self.evaluator.run(self._trainer_state())}
@@ -244,7 +214,7 @@ class Trainer:
     def _trainer_state(self) -> TrainerState:
         progress = self.progress
         return TrainerState(
-            epoch=progress.position / self._num_prompts,
+            epoch=progress.position / len(self.prompts),
             global_step=progress.step,
             max_steps=self.num_steps,
             num_input_tokens_seen=progress.num_tokens,

@@ -91,9 +91,8 @@ def _override_rope(model_config: Any, options: ModelConfig) -> None:
     text.rope_parameters = {**own, **override}
     text.max_position_embeddings = positions
     warnings.warn(
-        f"model.rope_scaling lets positions run to {positions:,}, where the model was trained on {trained:,}: "
-        "quality beyond is "
-        "unproven. Evaluate at the lengths you train on.",
+        f"model.rope_scaling lets positions run to {positions:,}, where the model was trained on {trained:,}: quality "
+        "beyond is unproven. Evaluate at the lengths you train on.",
         stacklevel=2,
     )
 

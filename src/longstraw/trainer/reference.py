@@ -22,13 +22,8 @@ class ReferencePolicy:
     """
 
     def __init__(self, policy: Policy, make_engine: Any) -> None:
-        if policy.is_peft:
-            self._switch = adapter_switch(policy.model)
-            self._engine = make_engine(policy.model)
-        else:
-            frozen = copy.deepcopy(policy.model)
-            self._switch = nullcontext
-            self._engine = make_engine(frozen)
+        self._switch = adapter_switch(policy.model) if policy.is_peft else nullcontext
+        self._engine = make_engine(policy.model if policy.is_peft else copy.deepcopy(policy.model))
 
     def score(
         self, prompt_ids: torch.Tensor, responses: Sequence[torch.Tensor], temperature: float

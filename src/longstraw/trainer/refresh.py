@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from longstraw.config.train import TrainConfig
 from longstraw.data.stream import derive_seed
 from longstraw.engine.engine import Engine
-from longstraw.rollout.groups import Group
+from longstraw.rollout.records import Group
 from longstraw.state.resident import ResidentState
 
 
@@ -45,19 +45,17 @@ class Staleness:
         return row
 
 
+@dataclass
 class StateKeeper:
     """Hands out the state of a group's prompt, and keeps it for the next iteration where the rule allows.
 
-    Args:
+    Attributes:
         config: `refresh`, `num_iterations` and the seed count.
         engine: captures.
     """
 
-    def __init__(self, config: TrainConfig, engine: Engine) -> None:
-        self._rule = config.refresh
-        self._num_iterations = config.num_iterations
-        self._seed = config.seed
-        self._engine = engine
+    config: TrainConfig
+    engine: Engine
 
     def take(self, group: Group, iteration: int, found: Staleness) -> ResidentState:
         """The state to use in an iteration over the group's responses (0 is the first). It is the caller's now."""
@@ -71,7 +69,7 @@ class StateKeeper:
             state.release()
             raise
         if state is None:
-            state = self._engine.capture(group.prompt_ids)
+            state = self.engine.capture(group.prompt_ids)
             group.captured_in = iteration
             found.num_recaptured += iteration > 0
         found.steps.append(iteration - group.captured_in)
@@ -79,17 +77,17 @@ class StateKeeper:
 
     def put_back(self, group: Group, state: ResidentState, iteration: int) -> None:
         """Take a state back after its use: to keep, or to release."""
-        if self._rule.is_always or iteration + 1 >= self._num_iterations:
+        if self.config.refresh.is_always or iteration + 1 >= self.config.num_iterations:
             state.release()
         else:
             group.state = state
 
     def _is_due(self, state: ResidentState, group: Group, iteration: int, found: Staleness) -> bool:
-        rule = self._rule
+        rule = self.config.refresh
         if rule.every is not None:
             return iteration - group.captured_in >= rule.every
         if rule.drift is None:
             return True
-        seed = derive_seed(self._seed, "probe", group.position, iteration)
-        found.drifts.append(self._engine.drift(state, rule.num_segments, seed))
+        seed = derive_seed(self.config.seed, "probe", group.position, iteration)
+        found.drifts.append(self.engine.drift(state, rule.num_segments, seed))
         return found.drifts[-1] > rule.drift

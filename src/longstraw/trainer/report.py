@@ -87,8 +87,7 @@ class Reporter:
         for name in evaluated_names(row):
             self.say(
                 f"eval {name}: reward {_number(row[f'eval/{name}/reward'], '.3f')} over "
-                f"{row[f'eval/{name}/num_samples']} prompts "
-                f"at step {row['step']}"
+                f"{row[f'eval/{name}/num_samples']} prompts at step {row['step']}"
             )
 
     def before_and_after(self, first: Row, last: Row) -> None:

@@ -60,26 +60,19 @@ def _train(config: TrainConfig, resume: bool, console: Console, processes: Proce
     run.begin(config)
     if resume:
         step = trainer.resume()
-        reporter.say(
-            f"Resuming {run.path} after step {step}."
-            if step
-            else f"{run.path} has no sound checkpoint: from the start."
-        )
+        from_the_start = f"{run.path} has no sound checkpoint: from the start."
+        reporter.say(f"Resuming {run.path} after step {step}." if step else from_the_start)
     begin = time.perf_counter()
     try:
-        run.write_summary({"status": "running", "step": trainer.progress.step})
+        run.write_summary(status="running", step=trainer.progress.step)
         with reported_to(config, run.metrics, run.path, trainer.progress.step):
             trainer.train()
     except BaseException as error:
-        status = "interrupted" if isinstance(error, StopRequested) else "failed"
-        run.write_summary(
-            {
-                "status": status,
-                "step": trainer.saved_step,
-                "num_steps": trainer.num_steps,
-                **({} if status == "interrupted" else {"error": f"{type(error).__name__}: {error}"}),
-            }
-        )
+        ending = {"status": "failed", "step": trainer.saved_step, "num_steps": trainer.num_steps}
+        if isinstance(error, StopRequested):
+            run.write_summary(**ending | {"status": "interrupted"})
+        else:
+            run.write_summary(**ending, error=f"{type(error).__name__}: {error}")
         error.add_note(
             f"The state after step {trainer.saved_step} is saved. Go on with: longstraw train {run.path} --resume"
         )
@@ -89,18 +82,11 @@ def _train(config: TrainConfig, resume: bool, console: Console, processes: Proce
         reporter.before_and_after(evaluations[0], evaluations[-1])
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     before, after = ({name: row[f"eval/{name}/reward"] for name in evaluated_names(row)} for row in (first, last))
-    result = RunResult(run.path, trainer.progress.step, before, after, run.writes)
+    step, seconds = trainer.progress.step, time.perf_counter() - begin
     run.write_summary(
-        {
-            "status": "finished",
-            "step": result.step,
-            "num_steps": trainer.num_steps,
-            "seconds": time.perf_counter() - begin,
-            "before": result.before,
-            "after": result.after,
-        }
+        status="finished", step=step, num_steps=trainer.num_steps, seconds=seconds, before=before, after=after
     )
-    return result
+    return RunResult(run.path, step, before, after, run.writes)
 
 
 def _open(config: TrainConfig, resume: bool, processes: Processes) -> RunDir:

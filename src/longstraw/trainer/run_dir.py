@@ -69,8 +69,7 @@ class RunDir:
         if path.exists() and any(not entry.name.startswith(".") for entry in path.iterdir()):
             raise ConfigError(
                 f"'output_dir': {path} exists and is not empty. Resume it with `longstraw train {path} --resume`, or "
-                "choose "
-                "another output_dir."
+                "choose another output_dir."
             )
         return cls(path)
 
@@ -103,7 +102,7 @@ class RunDir:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, **summary: Any) -> None:
         if self.writes:
             _replace(self.path / "summary.json", json.dumps(to_plain(summary), indent=1))
 

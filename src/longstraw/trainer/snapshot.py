@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from longstraw.data.stream import PromptStream
-from longstraw.rollout.groups import Batch
+from longstraw.rollout.records import Batch
 from longstraw.rollout.store import batch_from_stored, batch_to_stored
 from longstraw.trainer.checkpoint import Checkpoint
 from longstraw.trainer.optimizer import NamedOptimizer

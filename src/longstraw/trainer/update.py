@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,32 +12,13 @@ from longstraw.engine.engine import Engine
 from longstraw.objective import Mean, Normalizer, high_entropy_masks, merge_metrics
 from longstraw.parallel.processes import Processes, in_order
 from longstraw.rollout.errors import StepRefused
-from longstraw.rollout.groups import Batch, Group
 from longstraw.rollout.phases import PhaseLedger
+from longstraw.rollout.records import Batch, Group
 from longstraw.state.resident import ResidentState
 from longstraw.trainer.gradient_parts import GradientParts
-from longstraw.trainer.metrics import Row
 from longstraw.trainer.optimizer import NamedOptimizer
+from longstraw.trainer.receipt import StepReceipt
 from longstraw.trainer.refresh import Staleness, StateKeeper
-
-
-@dataclass
-class Gradient:
-    """What `StepGradient.take` found; the gradient itself is in `.grad`.
-
-    Attributes:
-        loss: of the whole step.
-        norm: of the gradient, before clipping.
-        num_skipped: groups left out for want of any signal.
-        metrics: by TRL's names; how far the sampler's log-probabilities are from the engine's; how stale states were;
-            with `log_gradient_parts` the norms of the gradient's two sides, before clipping, and their cosine; with
-            `boundary_bytes` the largest `boundary_stride` of the prompts' states.
-    """
-
-    loss: float
-    norm: float
-    num_skipped: int
-    metrics: Row
 
 
 @dataclass
@@ -81,26 +61,26 @@ class _Share:
             self.held.popitem()[1].release()
 
 
+@dataclass
 class StepGradient:
     """Takes gradients of batches; of several processes each takes those of its own groups.
 
-    Args:
+    Attributes:
         config: loss, clipping, iterations, temperature.
         engine: over the trained model, with the processes' mesh.
         optimizer: over its parameters.
     """
 
-    def __init__(
-        self, config: TrainConfig, engine: Engine, optimizer: NamedOptimizer, processes: Processes | None = None
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._optimizer = optimizer
-        self._processes = processes or Processes()
-        self._loss = config.policy_loss()
-        self._states = StateKeeper(config, engine)
+    config: TrainConfig
+    engine: Engine
+    optimizer: NamedOptimizer
+    processes: Processes
 
-    def take(self, batch: Batch, iteration: int, phases: PhaseLedger) -> Gradient:
+    def __post_init__(self) -> None:
+        self._loss = self.config.policy_loss()
+        self._states = StateKeeper(self.config, self.engine)
+
+    def take(self, batch: Batch, iteration: int, receipt: StepReceipt) -> None:
         """Take the gradient of the step's loss; clip it. `.grad` must be empty; after an exception it is again.
 
         A group in which no scored token has an advantage contributes nothing; without a KL term it is left out before
@@ -109,52 +89,44 @@ class StepGradient:
         Args:
             iteration: how often the batch was used before. With more to come, the first one's log-probabilities are
                 kept as the old ones.
+            receipt: is told what was found.
         Raises:
             StepRefused: loss or gradient is not finite.
             ProcessError: something failed in another process.
         """
-        own = _Share()
-        parts = GradientParts(self._engine) if self._config.log_gradient_parts else None
+        own, phases = _Share(), receipt.phases
+        parts = GradientParts(self.engine) if self.config.log_gradient_parts else None
         try:
-            if self._config.top_entropy_quantile < 1:
+            if self.config.top_entropy_quantile < 1:
                 self._choose_tokens(batch, iteration, phases, own)
-            shares = self._processes.together(lambda: self._own_share(batch, iteration, phases, own, parts))
-            self._engine.reduce_gradients()
+            shares = self.processes.together(lambda: self._own_share(batch, iteration, phases, own, parts))
+            self.engine.reduce_gradients()
             reached = set().union(*(share.reached for share in shares))
-            for index, parameter in enumerate(self._optimizer.parameters.values()):
+            for index, parameter in enumerate(self.optimizer.parameters.values()):
                 if index not in reached:
                     parameter.grad = None  # a sum over processes that have none is no gradient
-            sides = parts.metrics() if parts is not None else {}
-            norm = self._optimizer.clip(self._config.max_grad_norm)
+            receipt.sides = parts.metrics() if parts is not None else {}
+            receipt.grad_norm = norm = self.optimizer.clip(self.config.max_grad_norm)
             if norm != norm or norm in (float("inf"), float("-inf")):
                 raise StepRefused(
                     f"the gradient's norm is {norm}. Lower learning_rate, or look at the last completions."
                 )
         except BaseException:
             own.release()
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             raise
-        if self._config.num_iterations > 1:
-            for share in shares:
-                for place, result in share.results.items():
-                    if batch.groups[place].old_logps is None:
-                        batch.groups[place].old_logps = result.logps
+        for place, result in (item for share in shares for item in share.results.items()):
+            for rollout, logp in zip(batch.groups[place].rollouts, result.logps):
+                rollout.old_logps = logp if rollout.old_logps is None else rollout.old_logps
         results = in_order([share.results for share in shares])
-        metrics: Row = {name: float(mean) for name, mean in merge_metrics(result.metrics for result in results).items()}
-        differences = torch.cat([result.differences for result in results]) if results else torch.empty(0)
-        if differences.numel():
-            metrics["sampling/sampling_logp_difference/mean"] = float(differences.mean())
-            metrics["sampling/sampling_logp_difference/max"] = float(differences.max())
-        strides = [result.boundary_stride for result in results if result.boundary_stride is not None]
-        if strides and self._config.boundary_bytes is not None:
-            metrics["boundary_stride"] = max(strides)
-        staleness = sum((share.staleness for share in shares), start=Staleness())
-        return Gradient(
-            sum(result.loss for result in results),
-            norm,
-            len(batch.groups) - len(results),
-            metrics | sides | staleness.metrics(),
-        )
+        receipt.loss = sum(result.loss for result in results)
+        receipt.num_skipped = len(batch.groups) - len(results)
+        receipt.means = merge_metrics(result.metrics for result in results)
+        receipt.logp_differences = torch.cat([torch.empty(0), *(result.differences for result in results)])
+        if self.config.boundary_bytes is not None:
+            strides = [result.boundary_stride for result in results if result.boundary_stride is not None]
+            receipt.boundary_stride = max(strides, default=None)
+        receipt.staleness = sum((share.staleness for share in shares), start=Staleness())
 
     def _choose_tokens(self, batch: Batch, iteration: int, phases: PhaseLedger, own: _Share) -> None:
         """Score every response, and have each group know which of its tokens are the step's highest in entropy."""
@@ -162,34 +134,34 @@ class StepGradient:
         def entropies() -> dict[int, list[torch.Tensor]]:
             found = {}
             for place, group in enumerate(batch.groups):
-                if not self._processes.owns(group.owner):
+                if not self.processes.owns(group.owner):
                     continue
                 own.held[place] = state = self._states.take(group, iteration, own.staleness)
-                _, scored = self._engine.score_with_entropies(state, group.responses, self._config.temperature)
-                phases.take(self._engine.meter)
+                _, scored = self.engine.score_with_entropies(state, group.responses, self.config.temperature)
+                phases.take(self.engine.meter)
                 found[place] = [entropy.cpu() for entropy in scored]
-                if self._config.gradient_accumulation_steps > 1:
+                if self.config.gradient_accumulation_steps > 1:
                     own.held.pop(place).release()
-                elif not group.needs_gradient(self._config):
+                elif not group.needs_gradient(self.config):
                     self._states.put_back(group, own.held.pop(place), iteration)
             return found
 
-        spread = [entropy for group in in_order(self._processes.together(entropies)) for entropy in group]
-        masks = [mask for group in batch.groups for mask in group.masks]
-        chosen = iter(high_entropy_masks(spread, masks, self._config.top_entropy_quantile))
-        for group in batch.groups:
-            group.policy_masks = [next(chosen) for _ in group.masks]
+        spread = [entropy for group in in_order(self.processes.together(entropies)) for entropy in group]
+        masks = [rollout.mask for rollout in batch.rollouts]
+        chosen = high_entropy_masks(spread, masks, self.config.top_entropy_quantile)
+        for rollout, mask in zip(batch.rollouts, chosen, strict=True):
+            rollout.policy_mask = mask
 
     def _own_share(
         self, batch: Batch, iteration: int, phases: PhaseLedger, share: _Share, parts: GradientParts | None
     ) -> _Share:
         normalizer = batch.normalizer
         for place, group in enumerate(batch.groups):
-            if self._processes.owns(group.owner) and group.needs_gradient(self._config):
+            if self.processes.owns(group.owner) and group.needs_gradient(self.config):
                 if place in share.held:
                     state = share.held.pop(place)
                 else:
-                    counted = group.policy_masks is not None  # when its tokens were chosen
+                    counted = self.config.top_entropy_quantile < 1  # when its tokens were chosen
                     state = self._states.take(group, iteration, Staleness() if counted else share.staleness)
                 try:
                     share.results[place] = self._group_gradient(group, state, normalizer, phases, parts)
@@ -197,7 +169,7 @@ class StepGradient:
                     state.release()
                     raise
                 self._states.put_back(group, state, iteration)
-        parameters = enumerate(self._optimizer.parameters.values())
+        parameters = enumerate(self.optimizer.parameters.values())
         share.reached = {index for index, parameter in parameters if parameter.grad is not None}
         return share
 
@@ -210,19 +182,25 @@ class StepGradient:
         parts: GradientParts | None,
     ) -> _GroupResult:
         measured: dict[str, Mean] = {}
+
+        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
+            value, metrics = group.loss(self._loss, logps, normalizer)
+            measured.update(metrics)
+            return value
+
         try:
-            phases.take(self._engine.meter)
-            outcome = self._engine.backward(
+            phases.take(self.engine.meter)
+            outcome = self.engine.backward(
                 state,
                 group.responses,
-                self._objective(group, normalizer, measured),
-                temperature=self._config.temperature,
+                objective,
+                temperature=self.config.temperature,
                 keep_response_side=parts is not None,
             )
-            phases.take(self._engine.meter)
+            phases.take(self.engine.meter)
         except FloatingPointError as error:
             raise StepRefused(f"{group.prompt.name}: {error}") from error
-        if not _all_finite(self._engine.host.model):
+        if not _all_finite(self.engine.host.model):
             raise StepRefused(
                 f"{group.prompt.name}: its gradient is not finite, although its loss is ({float(outcome.loss):g}). Set "
                 "model.dtype to float32, or lower learning_rate."
@@ -230,39 +208,22 @@ class StepGradient:
         if parts is not None:
             assert outcome.response_side is not None
             parts.add(outcome.response_side)
-        scored = [entropy.cpu()[mask] for entropy, mask in zip(outcome.entropies, group.masks, strict=True)]
+        pairs = zip(outcome.entropies, group.rollouts, strict=True)
+        scored = [entropy.cpu()[rollout.mask] for entropy, rollout in pairs]
         measured["entropy"] = Mean(sum(float(entropy.sum()) for entropy in scored), sum(map(len, scored)))
         logps = [logp.cpu() for logp in outcome.logps]
-        differences = []
-        if group.old_logps is None and group.sampled_logps is not None:
-            differences = [(own - drawn).abs() for own, drawn in zip(logps, group.sampled_logps, strict=True)]
+        differences = [
+            (logp - rollout.sampled_logps).abs()
+            for logp, rollout in zip(logps, group.rollouts, strict=True)
+            if rollout.old_logps is None and rollout.sampled_logps is not None
+        ]
         return _GroupResult(
             float(outcome.loss),
             {name: Mean(float(mean.total), mean.count) for name, mean in measured.items()},
-            logps if self._config.num_iterations > 1 else [],
+            logps if self.config.num_iterations > 1 else [],
             torch.cat(differences) if differences else torch.empty(0),
             state.boundary_stride,
         )
-
-    def _objective(
-        self, group: Group, normalizer: Normalizer, measured: dict[str, Mean]
-    ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-        def objective(logps: list[torch.Tensor]) -> torch.Tensor:
-            masks = [mask.to(logp.device) for mask, logp in zip(group.masks, logps, strict=True)]
-            chosen = group.policy_masks
-            value, metrics = self._loss(
-                logps,
-                group.advantages,
-                normalizer,
-                old_logps=group.old_logps,
-                masks=masks,
-                ref_logps=group.reference_logps,
-                policy_masks=None if chosen is None else [c.to(logp.device) for c, logp in zip(chosen, logps)],
-            )
-            measured.update(metrics)
-            return value
-
-        return objective
 
 
 def _all_finite(model: Any) -> bool:

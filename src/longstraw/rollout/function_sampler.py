@@ -1,4 +1,4 @@
-"""Rollouts by a function of the user's: tools, environments, several turns. Tokens not the policy's are not scored.
+"""A function of the user's as the sampler: tools, environments, several turns. Tokens not the policy's are not scored.
 
 The function is called once a prompt, with keyword arguments:
 
@@ -19,33 +19,55 @@ same responses: a resumed run relies on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from longstraw.data.prompts import Prompt
 from longstraw.data.text import is_token_ids
-from longstraw.engine.sample import Draft
+from longstraw.engine.engine import Engine
+from longstraw.rollout.records import Rollout
+from longstraw.state.resident import ResidentState
 
 
 class RolloutError(RuntimeError):
     """A rollout function raised or returned what is no rollout. The message names function and dataset row."""
 
 
-def call_rollout(
-    function: Callable[..., Any], where: str, stop_ids: Sequence[int], num_generations: int, **keywords: Any
-) -> tuple[list[Draft], list[torch.Tensor], dict[str, list[Any]]]:
-    """Call the function and check what it returns.
+@dataclass
+class FunctionSampler:
+    """Calls the function, checks what it returns. Raises RolloutError where it raised or its output does not fit.
 
-    Returns:
-        Responses without log-probabilities; bool masks [R_i], True where the policy chose the token; further columns.
-    Raises:
-        RolloutError: the function raised, or what it returned does not fit.
+    Attributes:
+        engine: over the policy; handed to the function.
+        tokenizer: handed to the function; None for a model that is given ids.
     """
-    name = f"rollout_func '{getattr(function, '__name__', function)}' on {where}"
-    try:
-        output = function(num_generations=num_generations, **keywords)
-    except Exception as error:
-        raise RolloutError(f"{name} raised {type(error).__name__}: {error}") from error
+
+    function: Callable[..., Any]
+    engine: Engine
+    tokenizer: Any | None
+
+    def sample(self, prompt: Prompt, state: ResidentState, sampling: dict[str, Any], version: int) -> list[Rollout]:
+        num_generations, stop_ids = sampling["num"], sampling["stop_ids"]
+        name = f"rollout_func '{getattr(self.function, '__name__', self.function)}' on {prompt.name}"
+        try:
+            output = self.function(
+                num_generations=num_generations,
+                prompt=prompt.prompt,
+                prompt_ids=prompt.ids.tolist(),
+                row=prompt.columns,
+                engine=self.engine,
+                state=state,
+                sampling=sampling,
+                tokenizer=self.tokenizer,
+            )
+        except Exception as error:
+            raise RolloutError(f"{name} raised {type(error).__name__}: {error}") from error
+        return _read(output, name, num_generations, stop_ids, version)
+
+
+def _read(output: Any, name: str, num_generations: int, stop_ids: Sequence[int], version: int) -> list[Rollout]:
     if not isinstance(output, Mapping) or "completion_ids" not in output:
         raise RolloutError(f"{name} returned {type(output).__name__}; it must return a mapping with 'completion_ids'.")
     further = {
@@ -56,7 +78,7 @@ def call_rollout(
     for column, values in {"completion_ids": completion_ids, "env_mask": env_masks, **further}.items():
         if len(values) != num_generations:
             raise RolloutError(f"{name} returned {len(values)} values in '{column}' for {num_generations} responses.")
-    drafts, masks = [], []
+    rollouts = []
     for index, (ids, env_mask) in enumerate(zip(completion_ids, env_masks, strict=True)):
         if not is_token_ids(ids):
             raise RolloutError(f"{name}: response {index} is not a list of token ids.")
@@ -64,7 +86,15 @@ def call_rollout(
             raise RolloutError(
                 f"{name}: response {index} has {len(ids)} ids and {len(env_mask)} entries in its env_mask."
             )
-        ended = not ids or ids[-1] in stop_ids
-        drafts.append(Draft(torch.tensor(ids, dtype=torch.long), torch.empty(0), "stop" if ended else "length"))
-        masks.append(torch.tensor([bool(entry) for entry in env_mask], dtype=torch.bool))
-    return drafts, masks, further
+        mask = torch.tensor([bool(entry) for entry in env_mask], dtype=torch.bool)
+        rollouts.append(
+            Rollout(
+                torch.tensor(ids, dtype=torch.long),
+                mask,
+                "stop" if not ids or ids[-1] in stop_ids else "length",
+                num_chosen=int(mask.sum()),
+                policy_version=version,
+                columns={column: values[index] for column, values in further.items()},
+            )
+        )
+    return rollouts

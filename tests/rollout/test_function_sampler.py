@@ -11,7 +11,7 @@ import tiny
 import torch
 from tiny_runs import completions, metrics, run, weights
 
-from longstraw.rollout.rollout_func import RolloutError
+from longstraw.rollout.function_sampler import RolloutError
 
 TOOL = [9, 9, 9]
 
@@ -31,8 +31,8 @@ def by_turns(completion_ids: list[list[int]], turns: list[int], **_: Any) -> lis
 
 def test_tool_tokens_are_attended_and_never_scored(tmp_path: Path) -> None:
     run(
-        tmp_path, rollout_func="test_rollout_func:with_tool", reward_funcs="test_rollout_func:by_turns", max_steps=1,
-        max_completion_length=8, loss_type="grpo", max_grad_norm=0, lr_scheduler_type="constant",
+        tmp_path, rollout_func="test_function_sampler:with_tool", reward_funcs="test_function_sampler:by_turns",
+        max_steps=1, max_completion_length=8, loss_type="grpo", max_grad_norm=0, lr_scheduler_type="constant",
     )  # fmt: skip
     row = metrics(tmp_path)[0]
     assert (row["completions/min_length"], row["completions/max_length"]) == (0.0, 2.0)
@@ -99,5 +99,5 @@ def lost(**_: Any) -> Any:
 )
 def test_what_is_no_rollout_names_function_and_row(tmp_path: Path, function: str, problem: str) -> None:
     with pytest.raises(RolloutError, match=rf"rollout_func '{function}' on the prompt of dataset row \d") as raised:
-        run(tmp_path, rollout_func=f"test_rollout_func:{function}")
+        run(tmp_path, rollout_func=f"test_function_sampler:{function}")
     assert problem in str(raised.value)
