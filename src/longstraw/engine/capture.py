@@ -43,7 +43,7 @@ def capture(
         else:
             run.extend(host, chain, piece)
         if index == 0 and chain.carried and state.grad_from < len(segments):
-            state.boundary_stride = _thin_out(chain, len(segments) - state.grad_from, boundary_bytes)
+            state.boundary_stride = thin_out(chain, len(segments) - state.grad_from, boundary_bytes)
         on_tokens(tokens.stop)
 
 
@@ -53,13 +53,18 @@ def segment(host: ModelHost, state: ResidentState, index: int) -> Piece:
     return Piece(state.prompt_ids[None, start:stop].to(host.device), start)
 
 
-def restore_start(host: ModelHost, state: ResidentState, index: int) -> None:
-    """Has the state before segment `index` at hand, recomputed from the nearest that was kept."""
-    for before in range(state.chain.nearest_start(index), index):
-        state.chain.restore(before, run.run(host, state.chain, before, segment(host, state, before)).cache)
+def restore_start(host: ModelHost, chain: Chain, index: int, piece_of: Callable[[int], Piece]) -> None:
+    """Has the state before piece `index` at hand, recomputed from the nearest that was kept.
+
+    Args:
+        piece_of: the chain's pieces, without targets, to be run again.
+    """
+    for before in range(chain.nearest_start(index), index):
+        chain.restore(before, run.run(host, chain, before, piece_of(before)).cache)
 
 
-def _thin_out(chain: Chain, num_pieces: int, boundary_bytes: int | None) -> int:
+def thin_out(chain: Chain, num_pieces: int, boundary_bytes: int | None) -> int:
+    """`Chain.thin_out`, with a warning where the bound is too small. Returns the stride; 1 without a bound."""
     if boundary_bytes is None:
         return 1
     stride, needed = chain.thin_out(boundary_bytes, num_pieces)

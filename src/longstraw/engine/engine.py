@@ -351,7 +351,7 @@ class Engine:
         for index in reversed(range(state.grad_from, chain.num_pieces)):
             kept = state.kept.take(index)
             if kept is None:
-                restore_start(self.host, state, index)
+                restore_start(self.host, chain, index, lambda i: segment(self.host, state, i))
             graph = kept.hand_over() if kept else None
             run.backward(self.host, chain, index, segment(self.host, state, index), options, kept=graph)
             del graph

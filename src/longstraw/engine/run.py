@@ -1,6 +1,6 @@
 """Where a piece runs: the only caller of the model's forward, for state, for scores, for a token, for a gradient.
 
-Shapes: B rows, T tokens, E hidden size, N = B T.
+Shapes: B rows, T tokens, E hidden size, N targets: B T, or as many as a piece reads.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache
 
+from longstraw.attention.deterministic import deterministic
 from longstraw.engine.host import ModelHost
 from longstraw.engine.piece import Piece
 from longstraw.objective import logprobs
@@ -49,7 +50,7 @@ def run(host: ModelHost, chain: Chain, index: int, piece: Piece, *, graph: bool 
         graph: with autograd, for `pull_back`.
     """
     with torch.set_grad_enabled(graph):
-        cache = chain.enter(index, graph=graph, output_read=piece.targets_BT is not None)
+        cache = chain.enter(index, graph=graph, output_read=piece.targets is not None)
         return Run(cache, host.forward(piece.ids_BT, piece.start, cache))
 
 
@@ -70,11 +71,11 @@ def decode(host: ModelHost, cache: Cache, piece: Piece) -> torch.Tensor:
 
 @torch.no_grad()
 def score(host: ModelHost, piece: Piece, done: Run, options: HeadOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a piece's targets and entropies, [B, T] each, from its output."""
-    assert done.hidden_BTE is not None and piece.targets_BT is not None
-    hidden_NE, targets_N = done.hidden_BTE.detach().flatten(0, 1), piece.targets_BT.flatten()
+    """Log-probabilities of a piece's targets and entropies, of their shape each, from its output."""
+    assert done.hidden_BTE is not None and piece.targets is not None
+    hidden_NE, targets_N = _read(piece, done.hidden_BTE.detach()), piece.targets.flatten()
     logps_N, entropies_N = logprobs.score(host.head, hidden_NE, targets_N, options.temperature, options.chunk)
-    return logps_N.view(piece.targets_BT.shape), entropies_N.view(piece.targets_BT.shape)
+    return logps_N.view(piece.targets.shape), entropies_N.view(piece.targets.shape)
 
 
 def backward(
@@ -83,32 +84,48 @@ def backward(
     index: int,
     piece: Piece,
     options: HeadOptions,
-    cotangents_BT: torch.Tensor | None = None,
+    cotangents: torch.Tensor | None = None,
     kept: Run | None = None,
 ) -> None:
     """The one pullback: adds a piece's parameter gradients to `.grad` and passes on what reached its starting state.
 
     Args:
         chain: holds the cotangents that later pieces left for piece `index`; they are consumed.
-        cotangents_BT: gradient of the loss with respect to the log-probability of each of the piece's targets; zero
-            where nothing is scored, None for a piece without targets.
+        cotangents: gradient of the loss with respect to the log-probability of each of the piece's targets, of their
+            shape; zero where nothing is scored, None for a piece without targets.
         kept: the piece as it ran with a graph, if it was kept; otherwise it is run again.
     """
     done = kept or run(host, chain, index, piece, graph=True)
     pairs = chain.outputs(index, done.cache)
-    if cotangents_BT is not None:
-        assert done.hidden_BTE is not None and piece.targets_BT is not None
+    if cotangents is not None:
+        assert done.hidden_BTE is not None and piece.targets is not None
         gradient_NE = logprobs.hidden_gradient(
             host.head,
-            done.hidden_BTE.flatten(0, 1),
-            piece.targets_BT.flatten(),
-            cotangents_BT.flatten(),
+            _read(piece, done.hidden_BTE),
+            piece.targets.flatten(),
+            cotangents.flatten(),
             options.temperature,
             options.chunk,
         )
-        pairs.append((done.hidden_BTE, gradient_NE.view(done.hidden_BTE.shape)))
+        pairs.append((done.hidden_BTE, _unread(piece, gradient_NE, done.hidden_BTE)))
     pairs = [(tensor, cotangent) for tensor, cotangent in pairs if tensor.requires_grad]
     if pairs:
         tensors, cotangents = zip(*pairs)
         torch.autograd.backward(tensors, cotangents)
     chain.settle(index, done.cache)
+
+
+def _read(piece: Piece, hidden_BTE: torch.Tensor) -> torch.Tensor:
+    """[N, E], what each target is predicted from."""
+    hidden_NE = hidden_BTE.flatten(0, 1)
+    return hidden_NE if piece.read_N is None else hidden_NE[piece.read_N]
+
+
+def _unread(piece: Piece, gradient_NE: torch.Tensor, hidden_BTE: torch.Tensor) -> torch.Tensor:
+    """The gradient [B, T, E] of the hidden states from that of what was read; a place that was read twice sums."""
+    if piece.read_N is None:
+        return gradient_NE.view(hidden_BTE.shape)
+    gradient_BTE = torch.zeros_like(hidden_BTE, requires_grad=False)
+    with deterministic():
+        gradient_BTE.view(-1, hidden_BTE.shape[-1]).index_add_(0, piece.read_N, gradient_NE)
+    return gradient_BTE
