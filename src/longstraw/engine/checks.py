@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from longstraw.engine.host import ModelHost
+from longstraw.engine.ids import refuse_outside
+from longstraw.engine.ids import token_ids as as_ids
 from longstraw.engine.step import Scored
 from longstraw.pages import Tier
 from longstraw.state.resident import ResidentState
@@ -68,27 +70,8 @@ def token_ids(what: str, ids: Any, vocab_size: int) -> torch.Tensor:
     Raises:
         ValueError: not one-dimensional, not whole numbers, or outside the vocabulary.
     """
-    try:
-        tensor = torch.as_tensor(ids).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{what} is a {type(ids).__name__} that makes no tensor ({error}): pass one-dimensional token ids, such as "
-            "tokenizer(text).input_ids"
-        ) from error
-    if tensor.numel() == 0:
-        tensor = tensor.long()
-    if tensor.dim() != 1:
-        raise ValueError(f"{what} has shape {tuple(tensor.shape)}: pass one-dimensional token ids")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"{what} has dtype {tensor.dtype}: pass whole-number token ids")
-    tensor = tensor.to(torch.long, copy=True)  # the caller may go on writing to what it passed
-    bad = ((tensor < 0) | (tensor >= vocab_size)).nonzero()
-    if len(bad):
-        place = int(bad[0])
-        raise ValueError(
-            f"{what} holds id {int(tensor[place])} at place {place}, outside the vocabulary of {vocab_size}: "
-            "was it made by another tokenizer, or padded with a negative label?"
-        )
+    tensor = as_ids(what, ids)
+    refuse_outside(what, tensor, vocab_size)
     return tensor
 
 
