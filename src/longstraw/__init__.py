@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Draft", "Engine", "Outcome", "ResidentState", "Scored", "Tree", "__version__"]
+__all__ = ["Draft", "Engine", "Outcome", "ResidentState", "Scored", "Tree", "TreeScored", "__version__"]
 
 _HOME = {
     "Engine": "longstraw.engine.engine",
@@ -16,6 +16,7 @@ _HOME = {
     "Scored": "longstraw.engine.step",
     "Draft": "longstraw.engine.sample",
     "Tree": "longstraw.engine.tree",
+    "TreeScored": "longstraw.engine.walk",
     "ResidentState": "longstraw.state.resident",
 }
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from longstraw.engine.sample import Draft
     from longstraw.engine.step import Outcome, Scored
     from longstraw.engine.tree import Tree
+    from longstraw.engine.walk import TreeScored
     from longstraw.state.resident import ResidentState
 
 
