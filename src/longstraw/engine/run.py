@@ -14,6 +14,7 @@ from longstraw.attention.deterministic import deterministic
 from longstraw.engine.host import ModelHost
 from longstraw.engine.piece import Piece
 from longstraw.objective import logprobs
+from longstraw.precision import wide_dtype
 from longstraw.state.chain import Chain
 
 
@@ -122,10 +123,10 @@ def _read(piece: Piece, hidden_BTE: torch.Tensor) -> torch.Tensor:
 
 
 def _unread(piece: Piece, gradient_NE: torch.Tensor, hidden_BTE: torch.Tensor) -> torch.Tensor:
-    """The gradient [B, T, E] of the hidden states from that of what was read; a place that was read twice sums."""
+    """The gradient [B, T, E] of the hidden states from that of what was read; one that was read twice sums."""
     if piece.read_N is None:
         return gradient_NE.view(hidden_BTE.shape)
-    gradient_BTE = torch.zeros_like(hidden_BTE, requires_grad=False)
+    sums_NE = gradient_NE.new_zeros(hidden_BTE.shape, dtype=wide_dtype(gradient_NE.dtype)).flatten(0, 1)
     with deterministic():
-        gradient_BTE.view(-1, hidden_BTE.shape[-1]).index_add_(0, piece.read_N, gradient_NE)
-    return gradient_BTE
+        sums_NE.index_add_(0, piece.read_N, gradient_NE.to(sums_NE.dtype))
+    return sums_NE.to(gradient_NE.dtype).view(hidden_BTE.shape)
