@@ -47,6 +47,22 @@ def capture(
         on_tokens(tokens.stop)
 
 
+def extend(
+    host: ModelHost, state: ResidentState, ids: torch.Tensor, segment_tokens: int, on_tokens: Callable[[int], None]
+) -> None:
+    """Grows a fork by token ids; again the last token is left to the branches.
+
+    Args:
+        on_tokens: called after every piece with the tokens that ran so far.
+    """
+    first, grown = state.chain.stop, torch.cat([state.prompt_ids, ids])
+    for start in range(first, len(grown) - 1, segment_tokens):
+        stop = min(start + segment_tokens, len(grown) - 1)
+        run.extend(host, state.chain, Piece(grown[None, start:stop].to(host.device), start))
+        on_tokens(stop - first)
+    state.prompt_ids = grown
+
+
 def segment(host: ModelHost, state: ResidentState, index: int) -> Piece:
     """A segment of a captured prompt, to be run again."""
     start, stop = state.chain.starts[index : index + 2]

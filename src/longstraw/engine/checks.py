@@ -118,6 +118,19 @@ def state(host: ModelHost, found: ResidentState) -> None:
         )
 
 
+def captured(found: ResidentState) -> None:
+    """Refuses a fork where gradients are asked for: they would go through chains that it keeps no states of.
+
+    Raises:
+        ValueError: names the way.
+    """
+    if found.parent is not None:
+        raise ValueError(
+            "this state was forked, to be scored and sampled from: take the gradient of whole trajectories with "
+            "backward_tree, or of responses to a captured prompt"
+        )
+
+
 def tree(host: ModelHost, found: Tree) -> None:
     """Refuses a tree that the model can not run.
 

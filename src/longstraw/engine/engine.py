@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longstraw.engine import branches, checks, run, step, walk
-from longstraw.engine.capture import capture, restore_start, segment
+from longstraw.engine.capture import capture, extend, restore_start, segment
 from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
 from longstraw.engine.host import ModelHost
@@ -128,6 +128,30 @@ class Engine:
             raise
         return state
 
+    def extend(self, state: ResidentState, ids: Any) -> None:
+        """Grows a fork of a state, as by a sampled turn and a tool's output, without running what came before again.
+
+        Args:
+            state: made by `ResidentState.fork`, grown in place; what it was forked from stays as it is. Released, if
+                anything is raised on the way.
+            ids: [N] token ids that follow `state.prompt_ids`.
+
+        Raises:
+            ValueError: bad ids, longer than the model's range, or not a fork.
+        """
+        checks.state(self.host, state)
+        if state.parent is None:
+            raise ValueError("a captured state stays as it is: grow a fork of it, state.fork()")
+        new = checks.token_ids("ids", ids, self.host.vocab_size)
+        checks.length(self.host, len(state), new.numel(), "what follows it")
+        try:
+            with self.meter.phase("capture"), self.host.running(), torch.no_grad():
+                on_tokens = lambda done: self._progress("capture", done, new.numel())  # noqa: E731
+                extend(self.host, state, new, self.segment_tokens, on_tokens)
+        except BaseException:
+            state.release()
+            raise
+
     def score(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> list[torch.Tensor]:
         """Log-probabilities of the responses' tokens, one [R_i] tensor each, float32 at least, without a graph."""
         return self.score_with_entropies(state, responses, temperature)[0]
@@ -212,8 +236,9 @@ class Engine:
         `backward` is this, an objective, and `pull_back`. Only one pullback may follow, under the same parameters.
 
         Raises:
-            ValueError: bad ids, or no trainable parameter.
+            ValueError: bad ids, a forked state, or no trainable parameter.
         """
+        checks.captured(state)
         ids, bundles, options = self._branches(state, responses, temperature)
         self._parameters()
         self.meter.phases.clear()
