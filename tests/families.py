@@ -211,6 +211,18 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **chan
     return model.to(dtype)
 
 
+def tied(family: str) -> Any:
+    """A model whose index keys carry no position and whose few heads often score zero: its first layer ties exactly."""
+    model = build(family, index_n_heads=2)
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            norm = layer.self_attn.indexer.k_norm
+            with torch.no_grad():
+                norm.weight[: model.config.qk_rope_head_dim] = 0
+                norm.bias[: model.config.qk_rope_head_dim] = 0
+    return model
+
+
 @contextmanager
 def computing_in_float64() -> Iterator[None]:
     """Stock models compute norms, rotary factors, routers and the recurrence in float32 whatever their dtype; in this

@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Draft", "Engine", "Outcome", "ResidentState", "Scored", "__version__"]
+__all__ = ["Draft", "Engine", "Outcome", "ResidentState", "Scored", "Tree", "TreeScored", "__version__"]
 
 _HOME = {
     "Engine": "longstraw.engine.engine",
     "Outcome": "longstraw.engine.step",
     "Scored": "longstraw.engine.step",
     "Draft": "longstraw.engine.sample",
+    "Tree": "longstraw.engine.tree",
+    "TreeScored": "longstraw.engine.walk",
     "ResidentState": "longstraw.state.resident",
 }
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from longstraw.engine.engine import Engine
     from longstraw.engine.sample import Draft
     from longstraw.engine.step import Outcome, Scored
+    from longstraw.engine.tree import Tree
+    from longstraw.engine.walk import TreeScored
     from longstraw.state.resident import ResidentState
 
 

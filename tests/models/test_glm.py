@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from families import VOCAB, build
+from families import VOCAB, build, tied
 from group import engine_step, group
 from latent_cases import MODELS, SPARSE, Choices, with_lora
 
@@ -50,18 +50,6 @@ def test_bytes_of_glm_5_2() -> None:
     config = transformers.GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3)
     assert config.kv_lora_rank + config.qk_rope_head_dim == 576 and config.index_head_dim == 128
     assert len(mla.layers(config)) == 78 and config.indexer_types.count("full") == 21
-
-
-def tied(family: str) -> Any:
-    """A model whose index keys carry no position and whose few heads often score zero: its first layer ties exactly."""
-    model = build(family, index_n_heads=2)
-    for layer in model.model.layers:
-        if layer.self_attn.indexer is not None:
-            norm = layer.self_attn.indexer.k_norm
-            with torch.no_grad():
-                norm.weight[: model.config.qk_rope_head_dim] = 0
-                norm.bias[: model.config.qk_rope_head_dim] = 0
-    return model
 
 
 @pytest.mark.parametrize("family", SPARSE)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import longstraw
 
 FAMILIES = ["llama", "mistral", "qwen3_mixed", "qwen3_5", "qwen3_next", "glm_moe_dsa", "deepseek_v3"]
-FAMILIES += ["bamba", "falcon_h1", "kimi_linear", "lfm2", "gpt_oss", "gemma2", "gemma4_text"]
+FAMILIES += ["bamba", "falcon_h1", "kimi_linear", "lfm2", "gpt_oss", "gemma2", "gemma4_shared"]
 PIECES = dict(segment_tokens=23, block_tokens=16)
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},

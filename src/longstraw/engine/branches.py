@@ -66,7 +66,7 @@ def replay(
     try:
         if kept is None:
             for block in bundle.blocks[:-1]:
-                run.extend(host, branch, replace(block, targets_BT=None))
+                run.extend(host, branch, replace(block, targets=None))
         of_blocks = cotangents_BT.split([block.num_tokens for block in bundle.blocks], 1)
         for index in reversed(range(len(bundle.blocks))):
             graph = kept.hand_over() if kept else None

@@ -43,8 +43,24 @@ def capture(
         else:
             run.extend(host, chain, piece)
         if index == 0 and chain.carried and state.grad_from < len(segments):
-            state.boundary_stride = _thin_out(chain, len(segments) - state.grad_from, boundary_bytes)
+            state.boundary_stride = thin_out(chain, len(segments) - state.grad_from, boundary_bytes)
         on_tokens(tokens.stop)
+
+
+def extend(
+    host: ModelHost, state: ResidentState, ids: torch.Tensor, segment_tokens: int, on_tokens: Callable[[int], None]
+) -> None:
+    """Grows a fork by token ids; again the last token is left to the branches.
+
+    Args:
+        on_tokens: called after every piece with the tokens that ran so far.
+    """
+    first, grown = state.chain.stop, torch.cat([state.prompt_ids, ids])
+    for start in range(first, len(grown) - 1, segment_tokens):
+        stop = min(start + segment_tokens, len(grown) - 1)
+        run.extend(host, state.chain, Piece(grown[None, start:stop].to(host.device), start))
+        on_tokens(stop - first)
+    state.prompt_ids = grown
 
 
 def segment(host: ModelHost, state: ResidentState, index: int) -> Piece:
@@ -53,13 +69,18 @@ def segment(host: ModelHost, state: ResidentState, index: int) -> Piece:
     return Piece(state.prompt_ids[None, start:stop].to(host.device), start)
 
 
-def restore_start(host: ModelHost, state: ResidentState, index: int) -> None:
-    """Has the state before segment `index` at hand, recomputed from the nearest that was kept."""
-    for before in range(state.chain.nearest_start(index), index):
-        state.chain.restore(before, run.run(host, state.chain, before, segment(host, state, before)).cache)
+def restore_start(host: ModelHost, chain: Chain, index: int, piece_of: Callable[[int], Piece]) -> None:
+    """Has the state before piece `index` at hand, recomputed from the nearest that was kept.
+
+    Args:
+        piece_of: the chain's pieces, without targets, to be run again.
+    """
+    for before in range(chain.nearest_start(index), index):
+        chain.restore(before, run.run(host, chain, before, piece_of(before)).cache)
 
 
-def _thin_out(chain: Chain, num_pieces: int, boundary_bytes: int | None) -> int:
+def thin_out(chain: Chain, num_pieces: int, boundary_bytes: int | None) -> int:
+    """`Chain.thin_out`, with a warning where the bound is too small. Returns the stride; 1 without a bound."""
     if boundary_bytes is None:
         return 1
     stride, needed = chain.thin_out(boundary_bytes, num_pieces)

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 
 from longstraw.engine.host import ModelHost
+from longstraw.engine.ids import refuse_outside
+from longstraw.engine.ids import token_ids as as_ids
 from longstraw.engine.step import Scored
+from longstraw.engine.tree import Tree
+from longstraw.engine.walk import TreeScored
 from longstraw.pages import Tier
+from longstraw.parallel.context import Context
 from longstraw.state.resident import ResidentState
 
 PromptGrad = str | int
@@ -68,27 +73,8 @@ def token_ids(what: str, ids: Any, vocab_size: int) -> torch.Tensor:
     Raises:
         ValueError: not one-dimensional, not whole numbers, or outside the vocabulary.
     """
-    try:
-        tensor = torch.as_tensor(ids).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{what} is a {type(ids).__name__} that makes no tensor ({error}): pass one-dimensional token ids, such as "
-            "tokenizer(text).input_ids"
-        ) from error
-    if tensor.numel() == 0:
-        tensor = tensor.long()
-    if tensor.dim() != 1:
-        raise ValueError(f"{what} has shape {tuple(tensor.shape)}: pass one-dimensional token ids")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"{what} has dtype {tensor.dtype}: pass whole-number token ids")
-    tensor = tensor.to(torch.long, copy=True)  # the caller may go on writing to what it passed
-    bad = ((tensor < 0) | (tensor >= vocab_size)).nonzero()
-    if len(bad):
-        place = int(bad[0])
-        raise ValueError(
-            f"{what} holds id {int(tensor[place])} at place {place}, outside the vocabulary of {vocab_size}: "
-            "was it made by another tokenizer, or padded with a negative label?"
-        )
+    tensor = as_ids(what, ids)
+    refuse_outside(what, tensor, vocab_size)
     return tensor
 
 
@@ -132,7 +118,32 @@ def state(host: ModelHost, found: ResidentState) -> None:
         )
 
 
-def scored(found: Scored, parameter_version: int) -> None:
+def captured(found: ResidentState) -> None:
+    """Refuses a fork where gradients are asked for: they would go through chains that it keeps no states of.
+
+    Raises:
+        ValueError: names the way.
+    """
+    if found.parent is not None:
+        raise ValueError(
+            "this state was forked, to be scored and sampled from: take the gradient of whole trajectories with "
+            "backward_tree, or of responses to a captured prompt"
+        )
+
+
+def tree(host: ModelHost, found: Tree) -> None:
+    """Refuses a tree that the model can not run.
+
+    Raises:
+        ValueError: not a tree, ids outside the vocabulary, or longer than the model's range.
+    """
+    if not isinstance(found, Tree):
+        raise ValueError(f"tree is a {type(found).__name__}: make one with longstraw.Tree.from_sequences")
+    refuse_outside("the tree's sequences", found.ids_P, host.vocab_size)
+    length(host, found.num_prompt, found.longest - found.num_prompt, "a trajectory")
+
+
+def scored(found: Scored | TreeScored, parameter_version: int) -> None:
     """Refuses what cannot be pulled back any more.
 
     Raises:
@@ -161,17 +172,19 @@ def cotangents(logps: Sequence[torch.Tensor], values: Sequence[torch.Tensor | No
     return [torch.zeros_like(p, requires_grad=False) if v is None else v.to(p) for p, v in zip(logps, values)]
 
 
-def finite(state: ResidentState, cotangents: Sequence[torch.Tensor], loss: torch.Tensor | None = None) -> None:
+def finite(
+    context: Context, prompt_ids: torch.Tensor, cotangents: Sequence[torch.Tensor], loss: torch.Tensor | None = None
+) -> None:
     """Refuses to pull back what is not finite.
 
     Raises:
         FloatingPointError: names the prompt.
     """
     good = all(bool(torch.isfinite(c).all()) for c in cotangents) and (loss is None or bool(torch.isfinite(loss)))
-    if not state.store.context.agree(good, min):
+    if not context.agree(good, min):
         what = "the loss's gradient" if loss is None else f"the loss ({float(loss)}) or its gradient"
         raise FloatingPointError(
-            f"{what} is not finite for the prompt of {len(state)} tokens that starts with ids "
-            f"{state.prompt_ids[:8].tolist()}; nothing was added to .grad. Look at its responses' log-probabilities "
+            f"{what} is not finite for the prompt of {len(prompt_ids)} tokens that starts with ids "
+            f"{prompt_ids[:8].tolist()}; nothing was added to .grad. Look at its responses' log-probabilities "
             "and advantages, or lower the learning rate"
         )

@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 
-from longstraw.engine import branches, checks, run, step
-from longstraw.engine.capture import capture, restore_start, segment
+from longstraw.engine import branches, checks, run, step, walk
+from longstraw.engine.capture import capture, extend, restore_start, segment
 from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
 from longstraw.engine.host import ModelHost
 from longstraw.engine.kept import KeptGraphs
+from longstraw.engine.limbs import Limb, plan
 from longstraw.engine.meter import Meter
 from longstraw.engine.piece import Bundle, cut_prompt, pack
 from longstraw.engine.run import HeadOptions
 from longstraw.engine.sample import Draft, Sampling, default_stops, sample
 from longstraw.engine.step import Objective, Outcome, Scored
+from longstraw.engine.tree import Tree
 from longstraw.engine.trial import compare_with_stock
+from longstraw.engine.walk import TreeScored
 from longstraw.objective.logprobs import tokens_a_chunk
 from longstraw.pages import PageStore, Tier
 from longstraw.parallel.reduce import GradientMesh
@@ -114,12 +117,10 @@ class Engine:
             raise ValueError("prompt_ids is empty: a prompt needs at least one token, such as the tokenizer's bos")
         checks.length(self.host, ids.numel(), 0, "response")
         captured = ids.numel() - 1
-        constant = {"full": 0, "none": captured}.get(str(self.prompt_grad))
-        if constant is None:
-            constant = max(0, captured + 1 - int(self.prompt_grad))
+        constant = self._num_constant(ids.numel())
         segments = cut_prompt(captured, self.segment_tokens, constant)
         grad_from = sum(tokens.stop <= constant for tokens in segments)
-        store = PageStore(self.host.device, self.tier, self.page_dir, self.tier_bytes, self.context)
+        store = self._new_store()
         chain = self.host.new_chain(store, grad_from)
         state = ResidentState(ids, chain, store, grad_from, self.host.parameter_version())
         state.backbone = weakref.ref(self.host.backbone)
@@ -132,6 +133,30 @@ class Engine:
             state.release()
             raise
         return state
+
+    def extend(self, state: ResidentState, ids: Any) -> None:
+        """Grows a fork of a state, as by a sampled turn and a tool's output, without running what came before again.
+
+        Args:
+            state: made by `ResidentState.fork`, grown in place; what it was forked from stays as it is. Released, if
+                anything is raised on the way.
+            ids: [N] token ids that follow `state.prompt_ids`.
+
+        Raises:
+            ValueError: bad ids, longer than the model's range, or not a fork.
+        """
+        checks.state(self.host, state)
+        if state.parent is None:
+            raise ValueError("a captured state stays as it is: grow a fork of it, state.fork()")
+        new = checks.token_ids("ids", ids, self.host.vocab_size)
+        checks.length(self.host, len(state), new.numel(), "what follows it")
+        try:
+            with self.meter.phase("capture"), self.host.running(), torch.no_grad():
+                on_tokens = lambda done: self._progress("capture", done, new.numel())  # noqa: E731
+                extend(self.host, state, new, self.segment_tokens, on_tokens)
+        except BaseException:
+            state.release()
+            raise
 
     def score(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> list[torch.Tensor]:
         """Log-probabilities of the responses' tokens, one [R_i] tensor each, float32 at least, without a graph."""
@@ -204,7 +229,7 @@ class Engine:
         scored = self.score_for(state, responses, temperature)
         try:
             loss, cotangents = step.evaluate(objective, scored.logps)
-            checks.finite(state, cotangents, loss)
+            checks.finite(self.context, state.prompt_ids, cotangents, loss)
             response_side = self.pull_back(scored, cotangents, keep_response_side=keep_response_side)
         finally:
             scored.release()
@@ -217,8 +242,9 @@ class Engine:
         `backward` is this, an objective, and `pull_back`. Only one pullback may follow, under the same parameters.
 
         Raises:
-            ValueError: bad ids, or no trainable parameter.
+            ValueError: bad ids, a forked state, or no trainable parameter.
         """
+        checks.captured(state)
         ids, bundles, options = self._branches(state, responses, temperature)
         self._parameters()
         self.meter.phases.clear()
@@ -236,7 +262,7 @@ class Engine:
 
     def pull_back(
         self,
-        scored: Scored,
+        scored: Scored | TreeScored,
         cotangents: Sequence[torch.Tensor | None] | None = None,
         *,
         keep_response_side: bool = False,
@@ -244,21 +270,27 @@ class Engine:
         """Adds to `.grad` of every trainable parameter what a loss of the scored log-probabilities has there.
 
         Args:
-            scored: used up, whatever happens.
-            cotangents: the loss's gradient with respect to each response's log-probabilities, [R_i] each, None for
-                zero; by default what a backward pass has left in `scored.logps[i].grad`.
+            scored: of `score_for` or `score_tree_for`; used up, whatever happens.
+            cotangents: the loss's gradient with respect to each response's log-probabilities (of a tree, each
+                sequence's), [R_i] each, None for zero; by default what a backward pass has left in
+                `scored.logps[i].grad`.
             keep_response_side: return a copy of the gradient before the sweep adds the prompt's side: see `Outcome`.
+                A tree's gradient is not told apart like that.
 
         Raises:
             ValueError: it was used before, parameters have changed since, or cotangents do not fit.
             FloatingPointError: a cotangent is not finite. `.grad` is as before, as after any exception.
         """
-        state, parameters = scored.state, self._parameters()
+        parameters = self._parameters()
+        if isinstance(scored, TreeScored):
+            if keep_response_side:
+                raise ValueError("keep_response_side=True is for responses to a prompt: pull a tree back without it")
+            self._pull_back_tree(scored, self._wanted(scored, cotangents), parameters)
+            return None
+        state = scored.state
         checks.state(self.host, state)
-        checks.scored(scored, self.host.parameter_version())
-        given = [leaf.grad for leaf in scored.logps] if cotangents is None else cotangents
-        wanted = checks.cotangents(scored.logps, given)
-        checks.finite(state, wanted)
+        wanted = self._wanted(scored, cotangents)
+        checks.finite(self.context, state.prompt_ids, wanted)
         try:
             with self.host.running(), GradientTransaction(parameters) as gradients:
                 with self.meter.phase("replay"):
@@ -275,6 +307,60 @@ class Engine:
         finally:
             scored.release()
         return response_side
+
+    def backward_tree(self, tree: Tree, objective: Objective, temperature: float = 1.0) -> Outcome:
+        """Adds to `.grad` the gradient of an objective of trajectories that share more than a prompt.
+
+        It is the gradient of the sequences run one by one; every place they share runs once. Pages of one path from the
+        root are alive at a time, so places before a fork are run once more, without a graph, when the walk comes back
+        to them; those on the last path, which is the heaviest, are not. `prompt_grad` counts the common prompt, the
+        tokens up to the first branching or the first scored token: with "none" the state before its last token is a
+        constant, with N the state before its last N. `boundary_bytes` bounds the states along the tree's first edge;
+        `retain_graph_bytes` is not used.
+
+        Args:
+            objective: any differentiable function of the sequences' log-probability vectors, one [R_i] tensor each, of
+                its scored tokens in order; returns a scalar. A token that several share is in each one's vector.
+            temperature: divides the logits, as at sampling.
+
+        Returns:
+            One entry a sequence where `backward` has one a response; phases "score" and "replay".
+
+        Raises:
+            ValueError: ids outside the vocabulary, longer than the model's range, no trainable parameter, or an
+                objective without a scalar or a gradient.
+            FloatingPointError: the loss or its gradient is not finite. `.grad` is as before, as after any exception.
+        """
+        scored = self.score_tree_for(tree, temperature)
+        try:
+            loss, cotangents = step.evaluate(objective, scored.logps)
+            checks.finite(self.context, tree.ids_P[: tree.num_prompt], cotangents, loss)
+            self.pull_back(scored, cotangents)
+        finally:
+            scored.release()
+        logps = [leaf.detach() for leaf in scored.logps]
+        return Outcome(loss, logps, cotangents, scored.entropies, dict(self.meter.phases))
+
+    def score_tree(self, tree: Tree, temperature: float = 1.0) -> list[torch.Tensor]:
+        """Log-probabilities of each sequence's scored tokens, one [R_i] tensor each, as `score` has of responses."""
+        scored = self._score_tree(tree, temperature)
+        scored.release()
+        return scored.logps
+
+    def score_tree_for(self, tree: Tree, temperature: float = 1.0) -> TreeScored:
+        """Scores a tree's sequences for a gradient: their log-probabilities are leaves of any loss in between.
+
+        `backward_tree` is this, an objective, and `pull_back`. It holds pages until it is pulled back or released.
+
+        Raises:
+            ValueError: see `backward_tree`.
+        """
+        self._parameters()
+        self.meter.phases.clear()
+        scored = self._score_tree(tree, temperature)
+        for logp in scored.logps:
+            logp.requires_grad_()
+        return scored
 
     def is_stale(self, state: ResidentState) -> bool:
         """Whether a parameter has changed since the state was captured."""
@@ -326,6 +412,23 @@ class Engine:
             raise ValueError("the model has no trainable parameter: unfreeze some, or attach an adapter with PEFT")
         return parameters
 
+    def _num_constant(self, num_prompt: int) -> int:
+        """How many of a prompt's first tokens `prompt_grad` makes constants; the last one never is."""
+        if self.prompt_grad == "full":
+            return 0
+        return max(0, num_prompt - (1 if self.prompt_grad == "none" else int(self.prompt_grad)))
+
+    def _new_store(self) -> PageStore:
+        return PageStore(self.host.device, self.tier, self.page_dir, self.tier_bytes, self.context)
+
+    def _wanted(
+        self, scored: Scored | TreeScored, cotangents: Sequence[torch.Tensor | None] | None
+    ) -> list[torch.Tensor]:
+        """What is to be pulled back, if it still can be."""
+        checks.scored(scored, self.host.parameter_version())
+        given = [leaf.grad for leaf in scored.logps] if cotangents is None else cotangents
+        return checks.cotangents(scored.logps, given)
+
     def _branches(
         self, state: ResidentState, responses: Sequence[Any], temperature: float
     ) -> tuple[list[torch.Tensor], list[Bundle], HeadOptions]:
@@ -351,13 +454,51 @@ class Engine:
             self._progress("replay", done, total)
         return reached
 
+    def _score_tree(self, tree: Tree, temperature: float) -> TreeScored:
+        checks.tree(self.host, tree)
+        options = HeadOptions(checks.temperature(temperature), self.chunk)
+        constant = self._num_constant(tree.num_prompt)
+        limbs = plan(tree, constant, self.segment_tokens, self.block_tokens, self.host.device)
+        path = walk.Path(self.host, self._new_store(), limbs, self.boundary_bytes)
+        try:
+            with self.meter.phase("score"), self.host.running(), torch.no_grad():
+                found = walk.score(path, tree.num_tokens, options, self._counting("score", limbs))
+        except BaseException:
+            path.close()
+            raise
+        logps, entropies = (walk.of_sequences(tree, values_P) for values_P in found)
+        return TreeScored(tree, logps, entropies, options, path, self.host.parameter_version())
+
+    def _pull_back_tree(
+        self, scored: TreeScored, cotangents: list[torch.Tensor], parameters: list[torch.nn.Parameter]
+    ) -> None:
+        tree, path = scored.tree, scored.path
+        checks.finite(self.context, tree.ids_P[: tree.num_prompt], cotangents)
+        try:
+            with self.host.running(), GradientTransaction(parameters), self.meter.phase("replay"):
+                on_tokens = self._counting("replay", path.limbs)
+                walk.pull_back(path, walk.of_places(tree, cotangents), scored.options, on_tokens)
+        finally:
+            scored.release()
+
+    def _counting(self, phase: str, limbs: Sequence[Limb]) -> Callable[[int], None]:
+        """Reports a tree's tokens, as so many more are done."""
+        total, done = sum(sum(limb.num_tokens) for limb in limbs), 0
+
+        def more(num_tokens: int) -> None:
+            nonlocal done
+            done += num_tokens
+            self._progress(phase, done, total)
+
+        return more
+
     def _sweep(self, state: ResidentState, options: HeadOptions) -> None:
         chain = state.chain
         first = chain.starts[state.grad_from]
         for index in reversed(range(state.grad_from, chain.num_pieces)):
             kept = state.kept.take(index)
             if kept is None:
-                restore_start(self.host, state, index)
+                restore_start(self.host, chain, index, lambda i: segment(self.host, state, i))
             graph = kept.hand_over() if kept else None
             run.backward(self.host, chain, index, segment(self.host, state, index), options, kept=graph)
             del graph

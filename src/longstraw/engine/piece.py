@@ -1,6 +1,6 @@
 """Pieces: runs of tokens that go through the model at once. A prompt is cut into segments, responses into blocks.
 
-Shapes: B rows, T tokens.
+Shapes: B rows, T tokens, N targets.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ class Piece:
     Attributes:
         ids_BT: token ids.
         start: absolute position of the first of the T.
-        targets_BT: the token that each position predicts; None where nothing reads the piece's output.
+        targets: [B, T], the token that each position predicts; or, with `read_N`, [N], the tokens that those predict.
+            None where nothing reads the piece's output.
+        read_N: flat places in [B, T] that are read, in order; one that several tokens follow is there for each. None
+            for every place.
     """
 
     ids_BT: torch.Tensor
     start: int
-    targets_BT: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    read_N: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -79,15 +83,23 @@ def pack(
 
     A response that does not fit is a bundle of its own, cut into blocks. Empty responses are in none.
     """
-    order = sorted((i for i, r in enumerate(responses) if r.numel()), key=lambda i: responses[i].numel(), reverse=True)
+    wanted = [i for i, r in enumerate(responses) if r.numel()]
+    groups = side_by_side([responses[i].numel() for i in wanted], block_tokens)
+    return [_bundle(prompt_ids, responses, [wanted[i] for i in group], block_tokens, device) for group in groups]
+
+
+def side_by_side(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
+    """Groups rows, by their places, so that each group, padded to its longest, fits into `block_tokens`.
+
+    Longest first; a row that does not fit is a group of its own.
+    """
     groups: list[list[int]] = []
-    for i in order:
-        longest = responses[groups[-1][0]].numel() if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= block_tokens:
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= block_tokens:
             groups[-1].append(i)
         else:
             groups.append([i])
-    return [_bundle(prompt_ids, responses, members, block_tokens, device) for members in groups]
+    return groups
 
 
 def _bundle(

@@ -55,7 +55,7 @@ def run_in_pieces(host: ModelHost, ids_1T: torch.Tensor, lengths: Sequence[int])
     try:
         with host.running():
             for ids in ids_1T.split(list(lengths), 1):
-                hidden.append(extend(host, chain, Piece(ids, chain.stop, targets_BT=ids)).hidden_BTE)
+                hidden.append(extend(host, chain, Piece(ids, chain.stop, targets=ids)).hidden_BTE)
     finally:
         chain.truncate(0)
     return torch.cat([piece for piece in hidden if piece is not None], 1)

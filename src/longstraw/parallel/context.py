@@ -99,6 +99,10 @@ class Context:
         """This rank's share along `dim` of a sum over ranks; the transpose of `gather`."""
         return partial
 
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, on each of them."""
+        return partial
+
     def to_heads(self, own: torch.Tensor, num_heads: int) -> torch.Tensor:
         """All tokens of this rank's heads from this rank's tokens of all heads, [B, T, H, ...]; differentiable.
 

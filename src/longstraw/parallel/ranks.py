@@ -92,6 +92,11 @@ class RankContext(Context):
             total = total + part
         return total
 
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        total = partial.clone()
+        dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
+        return total
+
     def to_heads(self, own: torch.Tensor, num_heads: int) -> torch.Tensor:
         spread = self._spread(own, 2, num_heads)
         if not self.dealt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -101,6 +102,11 @@ class Chain:
         for layer in self.carried:
             layer.stride = chosen
         return chosen, needs[chosen]
+
+    def keep_last_states(self) -> None:
+        """Has carried states kept at the chain's end alone: nothing will be pulled back through it."""
+        for layer in self.carried:
+            layer.stride = sys.maxsize
 
     def nearest_start(self, index: int) -> int:
         """The last piece up to `index` whose starting state is at hand."""

@@ -25,6 +25,7 @@ class ResidentState:
         backbone: a weak reference to the model that it was captured with.
         kept: graphs of its last segments, if the engine kept some.
         boundary_stride: carried states are kept at every so many segment boundaries; None while there are none.
+        parent: the state that this one was forked from, whose pages it shares; None for a captured one.
     """
 
     def __init__(
@@ -38,7 +39,25 @@ class ResidentState:
         self.backbone: Callable[[], Any] = lambda: None
         self.kept: Any = None
         self.boundary_stride: int | None = None
+        self.parent: ResidentState | None = None
         self._released = False
+
+    def fork(self) -> ResidentState:
+        """A state that goes on from this one, to be grown by `Engine.extend`, scored and sampled from.
+
+        It shares this one's pages and never changes them, and may itself be forked. Releasing this one ends it too.
+
+        Raises:
+            ValueError: this state was released.
+        """
+        if self.released:
+            raise ValueError("this state was released: capture the prompt again")
+        chain = self.chain.fork(1)
+        chain.keep_last_states()
+        grown = ResidentState(self.prompt_ids, chain, self.store, 0, self.parameter_version)
+        grown.backbone, grown.parent = self.backbone, self
+        grown.kept = type(self.kept)() if self.kept is not None else None
+        return grown
 
     def __len__(self) -> int:
         """Tokens of the prompt."""
@@ -51,16 +70,17 @@ class ResidentState:
 
     @property
     def released(self) -> bool:
-        return self._released
+        return self._released or (self.parent is not None and self.parent.released)
 
     def release(self) -> None:
-        """Frees every page; safe to call again."""
-        if not self._released:
-            self._released = True
+        """Frees every page, of a fork its own; safe to call again."""
+        if not self.released:
             if self.kept is not None:
                 self.kept.release()
             self.chain.truncate(0)
-            self.store.close()
+            if self.parent is None:
+                self.store.close()
+        self._released = True
 
     def __enter__(self) -> ResidentState:
         return self
