@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from longstraw.attention import interface
+from longstraw.models.missing import MISSING
 from longstraw.pages import PageStore
 from longstraw.state.layer import LayerChain
 
@@ -134,6 +135,8 @@ def family_of(model_type: str) -> Family:
     """
     _load_all()
     if model_type not in _FAMILIES:
+        if model_type in MISSING:
+            raise ValueError(f"model_type {model_type!r} is not served yet: {MISSING[model_type]}")
         raise ValueError(
             f"no family serves model_type {model_type!r}; served are {', '.join(supported_model_types())}. A family "
             "is added by one file in longstraw/models that calls longstraw.models.family.register"
