@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from longstraw.engine import branches, checks, run, step
+from longstraw.engine.ambient import Autocast, engine_call
 from longstraw.engine.capture import capture, restore_start, segment
 from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
@@ -94,6 +95,7 @@ class Engine:
         self.meter = Meter(self.host.device)
         self._progress = progress or (lambda phase, done, total: None)
 
+    @engine_call
     def capture(self, prompt_ids: Any) -> ResidentState:
         """Runs the prompt once without a graph and keeps what its responses need.
 
@@ -117,6 +119,7 @@ class Engine:
         chain = self.host.new_chain(store, grad_from)
         state = ResidentState(ids, chain, store, grad_from, self.host.parameter_version())
         state.backbone = weakref.ref(self.host.backbone)
+        state.autocast = Autocast.now(self.host.device)
         state.kept = KeptGraphs(self.retain_graph_bytes, self.context)
         try:
             with self.meter.phase("capture"), self.host.running():
@@ -131,14 +134,16 @@ class Engine:
         """Log-probabilities of the responses' tokens, one [R_i] tensor each, float32 at least, without a graph."""
         return self.score_with_entropies(state, responses, temperature)[0]
 
+    @engine_call
     def score_with_entropies(
         self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """As `score`, and the entropy of the distribution that each token is from, in nats, [R_i] each."""
         ids, bundles, options = self._branches(state, responses, temperature)
-        with self.meter.phase("score"), self.host.running(), torch.no_grad():
+        with self.meter.phase("score"), self.host.running():
             return step.score(self.host, state, ids, bundles, options, None)
 
+    @engine_call
     def sample(
         self,
         state: ResidentState,
@@ -165,6 +170,7 @@ class Engine:
             ValueError: an argument is out of range, or the prompt and `max_new_tokens` exceed the model's range.
         """
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         if stop_ids is None:
             stop_ids = default_stops(self.host)
         stops = (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
@@ -205,6 +211,7 @@ class Engine:
         logps = [leaf.detach() for leaf in scored.logps]
         return Outcome(loss, logps, cotangents, scored.entropies, dict(self.meter.phases), response_side)
 
+    @engine_call
     def score_for(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> Scored:
         """Scores the responses for a gradient: their log-probabilities are leaves of any loss in between.
 
@@ -220,7 +227,7 @@ class Engine:
             state.kept.release()  # built with parameters that are no more
         kept = KeptGraphs(state.kept.left, self.context)
         try:
-            with self.meter.phase("score"), self.host.running(), torch.no_grad():
+            with self.meter.phase("score"), self.host.running():
                 logps, entropies = step.score(self.host, state, ids, bundles, options, kept)
         except BaseException:
             kept.release()
@@ -228,6 +235,7 @@ class Engine:
         leaves = [logp.requires_grad_() for logp in logps]
         return Scored(state, leaves, entropies, bundles, options, kept, self.host.parameter_version())
 
+    @engine_call
     def pull_back(
         self,
         scored: Scored,
@@ -254,7 +262,7 @@ class Engine:
         wanted = checks.cotangents(scored.logps, given)
         checks.finite(state, wanted)
         try:
-            with self.host.running(), GradientTransaction(parameters) as gradients:
+            with state.autocast.again(), GradientTransaction(parameters) as gradients, self.host.running():
                 with self.meter.phase("replay"):
                     reached = self._replay(scored, wanted)
                 response_side = gradients.copies() if keep_response_side else None
@@ -274,6 +282,12 @@ class Engine:
         """Whether a parameter has changed since the state was captured."""
         return state.parameter_version != self.host.parameter_version()
 
+    def parameters_changed(self) -> None:
+        """Tells the engine of a write to parameters that PyTorch does not count, such as one to a few elements through
+        `.data`: states are stale from here on. Writes of an optimizer, and of adapters, it sees for itself."""
+        self.host.told += 1
+
+    @engine_call
     def drift(self, state: ResidentState, num_segments: int = 2, seed: int = 0) -> float:
         """How far the state is from what the present parameters would leave: see `drift.probe`.
 
@@ -281,6 +295,7 @@ class Engine:
             num_segments: random segments to recompute; each costs its share of a capture.
         """
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         checks.positive("num_segments", num_segments, "segments")
         with self.meter.phase("probe"), self.host.running():
             return probe(self.host, state, num_segments, seed)
@@ -324,6 +339,7 @@ class Engine:
         self, state: ResidentState, responses: Sequence[Any], temperature: float
     ) -> tuple[list[torch.Tensor], list[Bundle], HeadOptions]:
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         options = HeadOptions(checks.temperature(temperature), self.chunk)
         ids = checks.responses(responses, self.host.vocab_size)
         checks.length(self.host, len(state), max(r.numel() for r in ids), "response")

@@ -8,10 +8,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
 from transformers.cache_utils import Cache
 
+from longstraw.engine.fit import refuse_compiled, refuse_dropout, refuse_inference_tensors
+from longstraw.engine.randomness import refuse_randomness
 from longstraw.engine.recompute import recomputed_layers
+from longstraw.engine.turn import turn_of
+from longstraw.engine.version import version_of
 from longstraw.models import adapted, family_of
 from longstraw.pages import PageStore
 from longstraw.state.chain import Chain
@@ -26,12 +29,20 @@ class ModelHost:
         recompute_layers: see `recompute`.
 
     Raises:
-        ValueError: no adapter serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
+        ValueError: no adapter serves the model, it has prompt-learning adapters, its RoPE depends on the length, it is
+            compiled, or was made in inference mode.
+
+    Attributes:
+        turn: to be taken while the model runs.
+        told: writes to parameters that were reported.
     """
 
     def __init__(self, model: Any, recompute_layers: bool = False) -> None:
         self.model = model
         self.recompute_layers = recompute_layers
+        self.told = 0
+        refuse_compiled(model)
+        refuse_inference_tensors(model)
         causal_lm = model
         if hasattr(model, "peft_config"):
             kinds = {config.peft_type for config in model.peft_config.values() if config.is_prompt_learning}
@@ -58,6 +69,7 @@ class ModelHost:
                 f"no adapter serves the {text_config.model_type} text model inside {type(causal_lm).__name__}: load "
                 "the text model alone with AutoModelForCausalLM, or add its layout in longstraw/models"
             )
+        self.turn = turn_of(self.backbone)
         self.config = text_config
         self.layers = self.family.layers(text_config)
         self._report_without_gradient()
@@ -93,9 +105,8 @@ class ModelHost:
         return [p for _, p in self.trainable()]
 
     def parameter_version(self) -> int:
-        """A number that changes with the parameters: written in place, replaced, frozen, or another adapter's turn."""
-        active = getattr(self.model, "active_adapters", ()) if hasattr(self.model, "peft_config") else ()
-        return hash((tuple(active), *((p.data_ptr(), p._version, p.requires_grad) for p in self.model.parameters())))
+        """A number that changes with what the model computes: see `version_of`."""
+        return version_of(self.model, self.told)
 
     def new_chain(self, store: PageStore, grad_from: int) -> Chain:
         return Chain([layer.chain(store, grad_from) for layer in self.layers])
@@ -105,9 +116,12 @@ class ModelHost:
         """The model on the engine's attention and caches, in evaluation mode; restored on leaving, also by exception.
 
         Raises:
-            ValueError: dropout is active: a recomputed graph would be another function.
+            ValueError: dropout is active, or the model is compiled: a recomputed graph would be another function.
+            RuntimeError: the model drew random numbers.
         """
-        self._refuse_dropout()
+        refuse_dropout(self.model)
+        refuse_compiled(self.model)
+        refuse_inference_tensors(self.model)
         training = [module for module in self.model.modules() if module.training]
         # In evaluation mode on some CPUs bitsandbytes repacks 4-bit weights for a kernel without a backward.
         repacking = [m for m in self.model.modules() if getattr(m, "support_avx512bf16_for_cpu", False)]
@@ -117,7 +131,7 @@ class ModelHost:
             for module in repacking:
                 module.support_avx512bf16_for_cpu = False
             recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
-            with adapted(self.backbone, self.layers), recomputed:
+            with adapted(self.backbone, self.layers), recomputed, refuse_randomness(self.device, self._run_a_little):
                 yield
         finally:
             for module in training:
@@ -135,6 +149,13 @@ class ModelHost:
         except PieceComplete:
             return None
 
+    def _run_a_little(self) -> None:
+        cache = self.new_chain(PageStore(self.device), 0).enter(0)
+        with torch.no_grad():
+            hidden_1TE = self.forward(torch.zeros(1, 4, dtype=torch.long, device=self.device), 0, cache)
+            assert hidden_1TE is not None
+            self.head(hidden_1TE)
+
     def _report_without_gradient(self) -> None:
         trainable = {name for name, p in self.backbone.named_parameters() if p.requires_grad}
         idle = [name for name in self.family.without_gradient(self.backbone) if name in trainable]
@@ -145,14 +166,3 @@ class ModelHost:
                 "requires_grad_(False) on them to say so",
                 stacklevel=4,
             )
-
-    def _refuse_dropout(self) -> None:
-        for name, module in self.model.named_modules():
-            if not module.training:
-                continue
-            rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
-            if isinstance(rate, float) and rate > 0:
-                raise ValueError(
-                    f"dropout is active in {name or 'the model'} (rate {rate}): a replayed graph would not be the one "
-                    "that was scored; set it to 0 (attention_dropout, lora_dropout) or call model.eval()"
-                )
