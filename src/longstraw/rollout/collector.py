@@ -17,6 +17,7 @@ from longstraw.objective import group_advantages
 from longstraw.parallel.processes import Processes, in_order
 from longstraw.rollout.errors import StepRefused
 from longstraw.rollout.groups import Batch, Group
+from longstraw.rollout.handed import own_copy
 from longstraw.rollout.judge import Judged, judge
 from longstraw.rollout.phases import PhaseLedger
 from longstraw.rollout.rewards import RewardFunction
@@ -149,12 +150,12 @@ class RolloutCollector:
                 prompt.name,
                 self._stop_ids,
                 config.num_generations,
-                prompt=prompt.prompt,
+                prompt=own_copy(prompt.prompt),
                 prompt_ids=prompt.ids.tolist(),
-                row=prompt.columns,
+                row=own_copy(prompt.columns),
                 engine=self._engine,
                 state=state,
-                sampling=sampling,
+                sampling=own_copy(sampling),
                 tokenizer=self._codec.tokenizer,
             )
         return Group(

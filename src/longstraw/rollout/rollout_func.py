@@ -1,6 +1,6 @@
 """Rollouts by a function of the user's: tools, environments, several turns. Tokens not the policy's are not scored.
 
-The function is called once a prompt, with keyword arguments:
+The function, `def` or `async def`, is called once a prompt, with keyword arguments:
 
     prompt              the prompt as the dataset has it
     prompt_ids          its token ids, a list
@@ -19,12 +19,14 @@ same responses: a resumed run relies on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isawaitable
 from typing import Any
 
 import torch
 
 from longstraw.data.text import is_token_ids
 from longstraw.engine.sample import Draft
+from longstraw.rollout.asynchronous import wait_for
 
 
 class RolloutError(RuntimeError):
@@ -44,6 +46,8 @@ def call_rollout(
     name = f"rollout_func '{getattr(function, '__name__', function)}' on {where}"
     try:
         output = function(num_generations=num_generations, **keywords)
+        if isawaitable(output):
+            output = wait_for(output)
     except Exception as error:
         raise RolloutError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(output, Mapping) or "completion_ids" not in output:

@@ -25,6 +25,7 @@ from longstraw.trainer.run_dir import RunDir
 from longstraw.trainer.snapshot import Progress, copied, restore_snapshot, take_snapshot
 from longstraw.trainer.step_metrics import completion_rows, rollout_metrics
 from longstraw.trainer.update import StepGradient
+from longstraw.trainer.written import WriteError, written
 
 
 class Trainer:
@@ -120,10 +121,14 @@ class Trainer:
                 with self._interrupts.deferred():
                     self.save()
                     self.run.save_final(self.policy.model, self.policy.tokenizer)
-            except BaseException:
+            except BaseException as error:
                 with self._interrupts.deferred():
                     self.optimizer.zero_grad()
-                    self.save()
+                    try:
+                        self.save()
+                    except WriteError as further:  # what went wrong first is what matters
+                        if str(further) != str(error):
+                            error.add_note(str(further))
                 raise
 
     def save(self) -> None:
@@ -136,7 +141,9 @@ class Trainer:
         if not self.run.writes:
             return
         checkpoint = self._boundary if self._between_iterations and self._boundary else self._snapshot()
-        save_checkpoint(self.run.checkpoints, checkpoint, self.config.save_total_limit)
+        self.run.metrics.flush()  # a checkpoint is of a step whose row is written
+        with written(self.run.checkpoints):
+            save_checkpoint(self.run.checkpoints, checkpoint, self.config.save_total_limit)
         self.saved_step = checkpoint.step
 
     def _loop(self) -> None:
@@ -174,6 +181,8 @@ class Trainer:
             raise
         learning_rate = self.optimizer.learning_rate
         with self._interrupts.deferred():
+            if fresh and self.config.log_completions:  # before the step is taken: a full disk may refuse them
+                self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
             with phases.timed("optimizer"):
                 self.optimizer.step()
             more_iterations = (step + 1) % self.config.num_iterations != 0
@@ -201,8 +210,6 @@ class Trainer:
                 **phases.metrics(),
             }
             self._log(row)
-            if fresh and self.config.log_completions:
-                self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
         self.reporter.step(row, self.num_steps)
 
     @property
@@ -248,5 +255,5 @@ class Trainer:
             global_step=progress.step,
             max_steps=self.num_steps,
             num_input_tokens_seen=progress.num_tokens,
-            log_history=self.history,
+            log_history=[dict(row) for row in self.history],  # a reward function may write to it
         )
