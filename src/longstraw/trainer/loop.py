@@ -120,7 +120,7 @@ class Trainer:
                     self._loop()
                 with self._interrupts.deferred():
                     self.save()
-                    self.run.save_final(self.policy.model, self.policy.tokenizer)
+                    self.run.save_final(self.policy.model, self.policy.tokenizer, self.policy.published)
             except BaseException as error:
                 with self._interrupts.deferred():
                     self.optimizer.zero_grad()

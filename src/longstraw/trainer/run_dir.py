@@ -27,6 +27,7 @@ from longstraw.config.messages import ConfigError
 from longstraw.config.train import TrainConfig
 from longstraw.trainer.environment import collect_receipt
 from longstraw.trainer.metrics import MetricsLog, to_plain
+from longstraw.trainer.published import Published
 from longstraw.trainer.written import written
 
 
@@ -132,8 +133,12 @@ class RunDir:
         if self.writes:
             _replace(self.path / "summary.json", json.dumps(to_plain(summary), indent=1))
 
-    def save_final(self, model: Any, tokenizer: Any | None) -> None:
-        """The model in save_pretrained form; only the trained adapter, in PEFT form, where there is one."""
+    def save_final(self, model: Any, tokenizer: Any | None, published: Published | None = None) -> None:
+        """The model in save_pretrained form; only the trained adapter, in PEFT form, where there is one.
+
+        Args:
+            published: the class that an adapter is saved for, where it is another than the model's.
+        """
         if not self.writes:
             return
         writing = self.path / ".writing-final"
@@ -142,6 +147,8 @@ class RunDir:
             try:
                 if hasattr(model, "peft_config"):
                     model.save_pretrained(writing, selected_adapters=["default"], save_embedding_layers=False)
+                    if published is not None:
+                        published.save(writing, model)
                 else:
                     model.save_pretrained(writing)
                 if tokenizer is not None:
