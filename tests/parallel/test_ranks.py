@@ -72,6 +72,27 @@ def test_every_family_as_one_process_has_it(ranks: int, tmp_path: Path) -> None:
             assert error < 1e-9, (rank, case, error)
 
 
+def noisy_worker(rank: int, folder: str) -> None:
+    """One rank's copy of the model draws random numbers: the other would wait for it in the next call."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    model, what, noisy = build("llama"), group(num_prompt=47, lengths=(1, 9)), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: torch.rand(1) * 0 if noisy and rank else None)
+    engine = longstraw.Engine(model, mesh=mesh, **PIECES)
+    scored = engine.score_for(engine.capture(what.prompt), what.responses)
+    noisy.append(True)
+    with pytest.raises(RuntimeError, match=r"rand" if rank else r"random numbers \(on another rank\)"):
+        engine.pull_back(scored, [torch.ones(len(logp)) for logp in scored.logps])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    noisy.clear()
+    engine.capture(what.prompt).release()
+    dist.destroy_process_group()
+
+
+def test_what_one_rank_refuses_all_do(tmp_path: Path) -> None:
+    mp.spawn(noisy_worker, (str(tmp_path),), nprocs=2)
+
+
 def test_every_way_of_running_as_one_process_has_it(tmp_path: Path) -> None:
     cases = [(family, option) for family in ("llama", "mistral", "qwen3_5", "glm_moe_dsa") for option in OPTIONS]
     mp.spawn(worker, (str(tmp_path), 3, cases), nprocs=3)

@@ -32,6 +32,9 @@ def train(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the resolved configuration and stop.")
     ] = False,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be used; short for skip_bad_rows=true.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a policy with GRPO. Without a configuration: the embedded task, in a few minutes on two CPU cores.
@@ -40,6 +43,7 @@ def train(
     """
     with reported_errors(debug):
         path, overrides = _split(arguments or [])
+        overrides += ["skip_bad_rows=true"] if skip_bad_rows else []
         config, embedded = _load(path, overrides, resume)
         if show_config:
             typer.echo(config_to_yaml(config), nl=False)

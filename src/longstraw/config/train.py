@@ -56,6 +56,11 @@ class TrainConfig(StrictGroup):
     # Prompts
     max_prompt_length: Positive | None = Field(default=None, description="Drop (and count) prompts of more tokens.")
     min_prompt_length: Positive = Field(default=1, description="Drop (and count) prompts of fewer tokens.")
+    skip_bad_rows: bool = Field(
+        default=False,
+        description="Leave out (log and count) rows that cannot be read, or that the chat template refuses, instead of "
+        "stopping at the first.",
+    )
     shuffle_dataset: bool = Field(default=True, description="Visit the rows in a random order, another one each epoch.")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to apply_chat_template.")
     prompts_per_step: Positive = Field(
@@ -83,6 +88,11 @@ class TrainConfig(StrictGroup):
         default_factory=list, description="Further ids that end a response, beside the model's eos."
     )
 
+    skip_special_tokens: bool = Field(
+        default=True,
+        description="Leave special tokens out of the completions that rewards and logs get as text; false keeps tags "
+        "that the tokenizer has as special tokens, and the end-of-sequence token.",
+    )
     rollout_func: str | None = Field(
         default=None,
         description="'module:function' that makes the responses itself (tools, environments); its module's text is in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 
 from longstraw.data.rows import Row
 from longstraw.data.text import TextCodec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,38 @@ class PromptSet:
 
 
 def prepare_prompts(
-    rows: Sequence[Row], codec: TextCodec, option: str, *, min_length: int = 1, max_length: int | None = None
+    rows: Sequence[Row | ValueError],
+    codec: TextCodec,
+    option: str,
+    *,
+    source: str = "",
+    min_length: int = 1,
+    max_length: int | None = None,
+    skip_bad_rows: bool = False,
 ) -> PromptSet:
     """Encode the prompts and keep those of `min_length` to `max_length` tokens.
 
+    Args:
+        rows: an error stands for a row that could not be read.
+        source: where they are from, for messages.
+        skip_bad_rows: leave rows without a prompt that can be read and encoded out; they are counted and logged.
     Raises:
         ValueError: a prompt that cannot be encoded (the row is named), or nothing left (the counts are given).
     """
     too_long, too_short = f"longer than max_prompt_length={max_length}", f"shorter than min_prompt_length={min_length}"
-    result = PromptSet([], {too_long: 0, too_short: 0})
+    bad = "that cannot be read or encoded"
+    result = PromptSet([], {too_long: 0, too_short: 0, bad: 0})
     for number, row in enumerate(rows):
-        ids = codec.encode(row["prompt"], where=f"'{option}': row {number}")
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            ids = codec.encode(row["prompt"], where=f"'{option}': row {number}{f' of {source}' if source else ''}")
+        except ValueError as error:
+            if not skip_bad_rows:
+                raise
+            result.dropped[bad] += 1
+            logger.warning("left out: %s", error)
+            continue
         if max_length is not None and len(ids) > max_length:
             result.dropped[too_long] += 1
         elif len(ids) < min_length:

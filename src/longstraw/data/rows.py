@@ -14,11 +14,13 @@ Row = dict[str, Any]
 _FILE_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
-def read_rows(config: DatasetConfig, option: str) -> list[Row]:
+def read_rows(config: DatasetConfig, option: str, skip_bad_rows: bool = False) -> list[Row | ValueError]:
     """Rows of a source: a function, a JSONL file, or what datasets.load_dataset reads.
 
+    Args:
+        skip_bad_rows: give the error in place of a row that is no JSON, or has no `prompt`.
     Raises:
-        ValueError: the source is missing, empty, or has rows without a `prompt`; the message names the option.
+        ValueError: the source is missing, empty, or has such rows; the message names the option.
     """
     source, key = config.source, f"{option}.source"
     if is_function_reference(source):
@@ -29,17 +31,26 @@ def read_rows(config: DatasetConfig, option: str) -> list[Row]:
         rows = _rows_of_datasets(config, key)
     if not rows:
         raise ValueError(f"'{key}': {source} has no rows. Training needs at least one prompt.")
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"'{key}': row {number} is of type {type(row).__name__}; every row must be a mapping of columns."
-            )
-        if "prompt" not in row:
-            raise ValueError(
-                f"'{key}': row {number} has no column 'prompt'; it has {', '.join(map(repr, row))}. Name the column of "
-                "the prompts 'prompt'."
-            )
-    return rows
+    checked = [_checked(row, number, key) for number, row in enumerate(rows)]
+    for row in checked:
+        if isinstance(row, ValueError) and not skip_bad_rows:
+            raise row
+    return checked
+
+
+def _checked(row: Any, number: int, key: str) -> Row | ValueError:
+    if isinstance(row, ValueError):
+        return row
+    if not isinstance(row, dict):
+        return ValueError(
+            f"'{key}': row {number} is of type {type(row).__name__}; every row must be a mapping of columns."
+        )
+    if "prompt" not in row:
+        return ValueError(
+            f"'{key}': row {number} has no column 'prompt'; it has {', '.join(map(repr, row))}. Name the column of the "
+            "prompts 'prompt'."
+        )
+    return row
 
 
 def _rows_of_function(config: DatasetConfig, key: str) -> list[Row]:
@@ -57,7 +68,7 @@ def _rows_of_function(config: DatasetConfig, key: str) -> list[Row]:
     return [dict(row) if hasattr(row, "keys") else row for row in rows]
 
 
-def _rows_of_json(path: Path, key: str) -> list[Row]:
+def _rows_of_json(path: Path, key: str) -> list[Any]:
     if not path.is_file():
         raise ValueError(f"'{key}' is {path}, a file that does not exist. {FROM_HERE}")
     if path.suffix == ".json":
@@ -67,7 +78,7 @@ def _rows_of_json(path: Path, key: str) -> list[Row]:
             array = None  # lines, then
         if isinstance(array, list):
             return array
-    rows = []
+    rows: list[Any] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -75,9 +86,9 @@ def _rows_of_json(path: Path, key: str) -> list[Row]:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"'{key}': line {number} of {path} is not JSON ({error}). Write one JSON object a line."
-                ) from None
+                rows.append(
+                    ValueError(f"'{key}': line {number} of {path} is not JSON ({error}). Write one JSON object a line.")
+                )
     return rows
 
 

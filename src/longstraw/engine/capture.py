@@ -89,6 +89,6 @@ def thin_out(chain: Chain, num_pieces: int, boundary_bytes: int | None) -> int:
             f"boundary_bytes={boundary_bytes:,} holds too few states at segment boundaries for a prompt of "
             f"{num_pieces} segments: the sweep needs {needed:,} bytes at the least and takes them. Raise "
             "boundary_bytes, or segment_tokens, so that there are fewer boundaries",
-            stacklevel=5,
+            stacklevel=8,
         )
     return stride

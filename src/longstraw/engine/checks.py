@@ -169,7 +169,8 @@ def cotangents(logps: Sequence[torch.Tensor], values: Sequence[torch.Tensor | No
     for place, (logp, value) in enumerate(zip(logps, values)):
         if value is not None and value.shape != logp.shape:
             raise ValueError(f"cotangents[{place}] has shape {tuple(value.shape)} for {logp.numel()} tokens")
-    return [torch.zeros_like(p, requires_grad=False) if v is None else v.to(p) for p, v in zip(logps, values)]
+    given = [v.clone() if v is not None and v.is_inference() else v for v in values]
+    return [torch.zeros_like(p, requires_grad=False) if v is None else v.to(p) for p, v in zip(logps, given)]
 
 
 def finite(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from longstraw.engine import branches, checks, run, step, walk
+from longstraw.engine.ambient import Autocast, engine_call, neutral
 from longstraw.engine.capture import capture, extend, restore_start, segment
 from longstraw.engine.drift import probe
 from longstraw.engine.gradients import GradientTransaction
@@ -99,8 +100,10 @@ class Engine:
             checks.not_negative("boundary_bytes", boundary_bytes)
         self.meter = Meter(self.host.device)
         self._progress = progress or (lambda phase, done, total: None)
-        self.trial = compare_with_stock(self.host)
+        with self.host.turn.taken(), neutral(self.host.device):
+            self.trial = compare_with_stock(self.host)
 
+    @engine_call
     def capture(self, prompt_ids: Any) -> ResidentState:
         """Runs the prompt once and keeps what its responses need.
 
@@ -124,9 +127,10 @@ class Engine:
         chain = self.host.new_chain(store, grad_from)
         state = ResidentState(ids, chain, store, grad_from, self.host.parameter_version())
         state.backbone = weakref.ref(self.host.backbone)
+        state.autocast = Autocast.now(self.host.device)
         state.kept = KeptGraphs(self.retain_graph_bytes, self.context)
         try:
-            with self.meter.phase("capture"), self.host.running():
+            with self.meter.phase("capture"), self.host.running(self.context):
                 on_tokens = lambda done: self._progress("capture", done, captured)  # noqa: E731
                 capture(self.host, state, segments, self.boundary_bytes, on_tokens)
         except BaseException:
@@ -134,6 +138,7 @@ class Engine:
             raise
         return state
 
+    @engine_call
     def extend(self, state: ResidentState, ids: Any) -> None:
         """Grows a fork of a state, as by a sampled turn and a tool's output, without running what came before again.
 
@@ -146,12 +151,13 @@ class Engine:
             ValueError: bad ids, longer than the model's range, or not a fork.
         """
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         if state.parent is None:
             raise ValueError("a captured state stays as it is: grow a fork of it, state.fork()")
         new = checks.token_ids("ids", ids, self.host.vocab_size)
         checks.length(self.host, len(state), new.numel(), "what follows it")
         try:
-            with self.meter.phase("capture"), self.host.running(), torch.no_grad():
+            with self.meter.phase("capture"), self.host.running(self.context):
                 on_tokens = lambda done: self._progress("capture", done, new.numel())  # noqa: E731
                 extend(self.host, state, new, self.segment_tokens, on_tokens)
         except BaseException:
@@ -162,14 +168,16 @@ class Engine:
         """Log-probabilities of the responses' tokens, one [R_i] tensor each, float32 at least, without a graph."""
         return self.score_with_entropies(state, responses, temperature)[0]
 
+    @engine_call
     def score_with_entropies(
         self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """As `score`, and the entropy of the distribution that each token is from, in nats, [R_i] each."""
         ids, bundles, options = self._branches(state, responses, temperature)
-        with self.meter.phase("score"), self.host.running(), torch.no_grad():
+        with self.meter.phase("score"), self.host.running(self.context):
             return step.score(self.host, state, ids, bundles, options, None)
 
+    @engine_call
     def sample(
         self,
         state: ResidentState,
@@ -196,12 +204,13 @@ class Engine:
             ValueError: an argument is out of range, or the prompt and `max_new_tokens` exceed the model's range.
         """
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         if stop_ids is None:
             stop_ids = default_stops(self.host)
         stops = (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
         how = Sampling(num, max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stops)
         checks.length(self.host, len(state), max_new_tokens, "max_new_tokens")
-        with self.meter.phase("sample"), self.host.running():
+        with self.meter.phase("sample"), self.host.running(self.context):
             return sample(self.host, state, how, lambda done, total: self._progress("sample", done, total))
 
     def backward(
@@ -236,6 +245,7 @@ class Engine:
         logps = [leaf.detach() for leaf in scored.logps]
         return Outcome(loss, logps, cotangents, scored.entropies, dict(self.meter.phases), response_side)
 
+    @engine_call
     def score_for(self, state: ResidentState, responses: Sequence[Any], temperature: float = 1.0) -> Scored:
         """Scores the responses for a gradient: their log-probabilities are leaves of any loss in between.
 
@@ -252,7 +262,7 @@ class Engine:
             state.kept.release()  # built with parameters that are no more
         kept = KeptGraphs(state.kept.left, self.context)
         try:
-            with self.meter.phase("score"), self.host.running(), torch.no_grad():
+            with self.meter.phase("score"), self.host.running(self.context):
                 logps, entropies = step.score(self.host, state, ids, bundles, options, kept)
         except BaseException:
             kept.release()
@@ -260,6 +270,7 @@ class Engine:
         leaves = [logp.requires_grad_() for logp in logps]
         return Scored(state, leaves, entropies, bundles, options, kept, self.host.parameter_version())
 
+    @engine_call
     def pull_back(
         self,
         scored: Scored | TreeScored,
@@ -292,7 +303,7 @@ class Engine:
         wanted = self._wanted(scored, cotangents)
         checks.finite(self.context, state.prompt_ids, wanted)
         try:
-            with self.host.running(), GradientTransaction(parameters) as gradients:
+            with state.autocast.again(), GradientTransaction(parameters) as gradients, self.host.running(self.context):
                 with self.meter.phase("replay"):
                     reached = self._replay(scored, wanted)
                 response_side = gradients.copies() if keep_response_side else None
@@ -341,12 +352,14 @@ class Engine:
         logps = [leaf.detach() for leaf in scored.logps]
         return Outcome(loss, logps, cotangents, scored.entropies, dict(self.meter.phases))
 
+    @engine_call
     def score_tree(self, tree: Tree, temperature: float = 1.0) -> list[torch.Tensor]:
         """Log-probabilities of each sequence's scored tokens, one [R_i] tensor each, as `score` has of responses."""
         scored = self._score_tree(tree, temperature)
         scored.release()
         return scored.logps
 
+    @engine_call
     def score_tree_for(self, tree: Tree, temperature: float = 1.0) -> TreeScored:
         """Scores a tree's sequences for a gradient: their log-probabilities are leaves of any loss in between.
 
@@ -366,6 +379,12 @@ class Engine:
         """Whether a parameter has changed since the state was captured."""
         return state.parameter_version != self.host.parameter_version()
 
+    def parameters_changed(self) -> None:
+        """Tells the engine of a write to parameters that PyTorch does not count, such as one to a few elements through
+        `.data`: states are stale from here on. Writes of an optimizer, and of adapters, it sees for itself."""
+        self.host.told += 1
+
+    @engine_call
     def drift(self, state: ResidentState, num_segments: int = 2, seed: int = 0) -> float:
         """How far the state is from what the present parameters would leave: see `drift.probe`.
 
@@ -373,8 +392,9 @@ class Engine:
             num_segments: random segments to recompute; each costs its share of a capture.
         """
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         checks.positive("num_segments", num_segments, "segments")
-        with self.meter.phase("probe"), self.host.running():
+        with self.meter.phase("probe"), self.host.running(self.context):
             return probe(self.host, state, num_segments, seed)
 
     def reduce_gradients(self) -> None:
@@ -433,6 +453,7 @@ class Engine:
         self, state: ResidentState, responses: Sequence[Any], temperature: float
     ) -> tuple[list[torch.Tensor], list[Bundle], HeadOptions]:
         checks.state(self.host, state)
+        state.autocast.require(self.host.device)
         options = HeadOptions(checks.temperature(temperature), self.chunk)
         ids = checks.responses(responses, self.host.vocab_size)
         checks.length(self.host, len(state), max(r.numel() for r in ids), "response")
@@ -461,13 +482,14 @@ class Engine:
         limbs = plan(tree, constant, self.segment_tokens, self.block_tokens, self.host.device)
         path = walk.Path(self.host, self._new_store(), limbs, self.boundary_bytes)
         try:
-            with self.meter.phase("score"), self.host.running(), torch.no_grad():
+            with self.meter.phase("score"), self.host.running(self.context):
                 found = walk.score(path, tree.num_tokens, options, self._counting("score", limbs))
         except BaseException:
             path.close()
             raise
         logps, entropies = (walk.of_sequences(tree, values_P) for values_P in found)
-        return TreeScored(tree, logps, entropies, options, path, self.host.parameter_version())
+        autocast = Autocast.now(self.host.device)
+        return TreeScored(tree, logps, entropies, options, path, self.host.parameter_version(), autocast)
 
     def _pull_back_tree(
         self, scored: TreeScored, cotangents: list[torch.Tensor], parameters: list[torch.nn.Parameter]
@@ -475,7 +497,8 @@ class Engine:
         tree, path = scored.tree, scored.path
         checks.finite(self.context, tree.ids_P[: tree.num_prompt], cotangents)
         try:
-            with self.host.running(), GradientTransaction(parameters), self.meter.phase("replay"):
+            running, phase = self.host.running(self.context), self.meter.phase("replay")
+            with scored.autocast.again(), GradientTransaction(parameters), running, phase:
                 on_tokens = self._counting("replay", path.limbs)
                 walk.pull_back(path, walk.of_places(tree, cotangents), scored.options, on_tokens)
         finally:

@@ -8,15 +8,19 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
 from transformers.cache_utils import Cache
 
 from longstraw.engine.evaluation import evaluating
+from longstraw.engine.fit import refuse_compiled, refuse_inference_tensors, refuse_noise
+from longstraw.engine.randomness import refuse_randomness
 from longstraw.engine.recompute import recomputed_layers
+from longstraw.engine.turn import turn_of
+from longstraw.engine.version import version_of
 from longstraw.models import adapted, family_of
 from longstraw.models.positions import position_limit, refuse_length_dependent
 from longstraw.models.rotary import repair
 from longstraw.pages import PageStore
+from longstraw.parallel.context import ALONE, Context
 from longstraw.state.chain import Chain
 from longstraw.state.layer import PieceComplete
 
@@ -29,12 +33,20 @@ class ModelHost:
         recompute_layers: see `recompute`.
 
     Raises:
-        ValueError: no family serves the model, it has prompt-learning adapters, or its RoPE depends on the length.
+        ValueError: no family serves the model, it has prompt-learning adapters, its RoPE depends on the length, it is
+            compiled, or was made in inference mode.
+
+    Attributes:
+        turn: to be taken while the model runs.
+        told: writes to parameters that were reported.
     """
 
     def __init__(self, model: Any, recompute_layers: bool = False) -> None:
         self.model = model
         self.recompute_layers = recompute_layers
+        self.told = 0
+        refuse_compiled(model)
+        refuse_inference_tensors(model)
         causal_lm = model
         if hasattr(model, "peft_config"):
             kinds = {config.peft_type for config in model.peft_config.values() if config.is_prompt_learning}
@@ -61,11 +73,13 @@ class ModelHost:
                 f"no family serves the {text_config.model_type} text model inside {type(causal_lm).__name__}: load "
                 "the text model alone with AutoModelForCausalLM, or add its layout in longstraw/models"
             )
+        self.turn = turn_of(self.backbone)
         self.config = text_config
         self.layers = self.family.layers(text_config)
         self._report_without_gradient()
         refuse_length_dependent(text_config)
-        repair(self.backbone)
+        with self.turn.taken(), torch.inference_mode(False):
+            repair(self.backbone)
 
     @property
     def device(self) -> torch.device:
@@ -87,23 +101,30 @@ class ModelHost:
         return [p for _, p in self.trainable()]
 
     def parameter_version(self) -> int:
-        """A number that changes with the parameters: written in place, replaced, frozen, or another adapter's turn."""
-        active = getattr(self.model, "active_adapters", ()) if hasattr(self.model, "peft_config") else ()
-        return hash((tuple(active), *((p.data_ptr(), p._version, p.requires_grad) for p in self.model.parameters())))
+        """A number that changes with what the model computes: see `version_of`."""
+        return version_of(self.model, self.told)
 
     def new_chain(self, store: PageStore, grad_from: int) -> Chain:
         return Chain([layer.chain(store, grad_from) for layer in self.layers], context=store.context)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, context: Context = ALONE) -> Iterator[None]:
         """The model on the engine's attention and caches, in evaluation mode; restored on leaving, also by exception.
 
+        Args:
+            context: the ranks that run it together, so that what one refuses afterwards all do.
+
         Raises:
-            ValueError: dropout is active: a recomputed graph would be another function.
+            ValueError: dropout or a router's noise is active, or the model is compiled: a recomputed graph would be
+                another function.
+            RuntimeError: the model drew random numbers.
         """
-        self._refuse_dropout()
+        refuse_noise(self.model)
+        refuse_compiled(self.model)
+        refuse_inference_tensors(self.model)
         recomputed = recomputed_layers(self.backbone) if self.recompute_layers else nullcontext()
-        with evaluating(self.model), adapted(self.backbone, self.layers), recomputed:
+        constant = refuse_randomness(self.device, self._run_a_little, context)
+        with evaluating(self.model), adapted(self.backbone, self.layers), recomputed, constant:
             yield
 
     def forward(self, ids_BT: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
@@ -116,6 +137,13 @@ class ModelHost:
         except PieceComplete:
             return None
 
+    def _run_a_little(self) -> None:
+        cache = self.new_chain(PageStore(self.device), 0).enter(0)
+        with torch.no_grad():
+            hidden_1TE = self.forward(torch.zeros(1, 4, dtype=torch.long, device=self.device), 0, cache)
+            assert hidden_1TE is not None
+            self.head(hidden_1TE)
+
     def _report_without_gradient(self) -> None:
         trainable = {name for name, p in self.backbone.named_parameters() if p.requires_grad}
         idle = [name for name in self.family.without_gradient(self.backbone) if name in trainable]
@@ -126,20 +154,3 @@ class ModelHost:
                 "requires_grad_(False) on them to say so",
                 stacklevel=4,
             )
-
-    def _refuse_dropout(self) -> None:
-        for name, module in self.model.named_modules():
-            if not module.training:
-                continue
-            noise = getattr(module, "jitter_noise", 0.0)  # of a router
-            rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
-            if isinstance(rate, float) and rate > 0:
-                raise ValueError(
-                    f"dropout is active in {name or 'the model'} (rate {rate}): a replayed graph would not be the one "
-                    "that was scored; set it to 0 (attention_dropout, lora_dropout) or call model.eval()"
-                )
-            if isinstance(noise, float) and noise > 0:
-                raise ValueError(
-                    f"the router in {name} adds noise (jitter_noise {noise}): a replayed graph would not be the one "
-                    "that was scored; set router_jitter_noise to 0 or call model.eval()"
-                )

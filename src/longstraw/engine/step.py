@@ -96,7 +96,7 @@ def evaluate(objective: Objective, leaves: list[torch.Tensor]) -> tuple[torch.Te
     Raises:
         ValueError: it returned no scalar, or one that depends on none of the leaves.
     """
-    with torch.enable_grad():  # the caller may be under torch.no_grad
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is under
         loss = objective(leaves)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -80,12 +80,13 @@ class Tree:
             raise ValueError("sequences is empty: pass at least one sequence")
         if len(masks) != len(sequences):
             raise ValueError(f"{len(masks)} masks for {len(sequences)} sequences: pass one a sequence")
-        ids = [_sequence(f"sequences[{i}]", values) for i, values in enumerate(sequences)]
-        wanted = [mask(f"masks[{i}]", values, len(ids[i])) for i, values in enumerate(masks)]
-        for i, chosen in enumerate(wanted):
-            if chosen[0]:
-                raise ValueError(f"masks[{i}] scores the first token of its sequence, which nothing predicts")
-        return _grown(ids, wanted)
+        with torch.inference_mode(False), torch.device("cpu"):  # whatever the caller is under
+            ids = [_sequence(f"sequences[{i}]", values) for i, values in enumerate(sequences)]
+            wanted = [mask(f"masks[{i}]", values, len(ids[i])) for i, values in enumerate(masks)]
+            for i, chosen in enumerate(wanted):
+                if chosen[0]:
+                    raise ValueError(f"masks[{i}] scores the first token of its sequence, which nothing predicts")
+            return _grown(ids, wanted)
 
     @property
     def num_tokens(self) -> int:

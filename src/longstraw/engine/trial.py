@@ -68,6 +68,7 @@ def compare_with_stock(host: ModelHost, run: RunInPieces = run_in_pieces) -> Tri
     again until its parameters or its config change. Where the stock model cannot run, a warning says so.
 
     Raises:
+        RuntimeError: the model drew random numbers.
         ValueError: another function; the message names the model type, the difference and what would serve the model.
     """
     narrow = _narrowest(host)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from longstraw.engine import run
+from longstraw.engine.ambient import Autocast
 from longstraw.engine.capture import restore_start, thin_out
 from longstraw.engine.host import ModelHost
 from longstraw.engine.limbs import Limb
@@ -110,6 +111,7 @@ class TreeScored:
         options: temperature and head chunk that they were scored with.
         path: the limbs whose pages are alive, the root's among them.
         parameter_version: of the parameters that they were scored under.
+        autocast: what they were scored under.
     """
 
     tree: Tree
@@ -118,6 +120,7 @@ class TreeScored:
     options: HeadOptions
     path: Path
     parameter_version: int
+    autocast: Autocast
     used: bool = False
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """A function of the user's as the sampler: tools, environments, several turns. Tokens not the policy's are not scored.
 
-The function is called once a prompt, with keyword arguments:
+The function, `def` or `async def`, is called once a prompt, with keyword arguments:
 
     prompt              the prompt as the dataset has it
     prompt_ids          its token ids, a list
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import isawaitable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ import torch
 from longstraw.data.prompts import Prompt
 from longstraw.data.text import is_token_ids
 from longstraw.engine.engine import Engine
+from longstraw.rollout.asynchronous import wait_for
+from longstraw.rollout.handed import own_copy
 from longstraw.rollout.records import Rollout
 from longstraw.state.resident import ResidentState
 
@@ -54,14 +57,16 @@ class FunctionSampler:
         try:
             output = self.function(
                 num_generations=num_generations,
-                prompt=prompt.prompt,
+                prompt=own_copy(prompt.prompt),
                 prompt_ids=prompt.ids.tolist(),
-                row=prompt.columns,
+                row=own_copy(prompt.columns),
                 engine=self.engine,
                 state=state,
-                sampling=sampling,
+                sampling=own_copy(sampling),
                 tokenizer=self.tokenizer,
             )
+            if isawaitable(output):
+                output = wait_for(output)
         except Exception as error:
             raise RolloutError(f"{name} raised {type(error).__name__}: {error}") from error
         return _read(output, name, num_generations, stop_ids, version)

@@ -6,11 +6,14 @@ import asyncio
 import inspect
 import math
 import numbers
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longstraw.config.locate import is_function_reference, load_function
+from longstraw.rollout.asynchronous import wait_for
+from longstraw.rollout.handed import own_copy
 
 Reward = float | None
 
@@ -41,17 +44,32 @@ def load_reward(reference: str, **model_options: Any) -> RewardFunction:
     """
     if is_function_reference(reference):
         function = load_function(reference, "reward_funcs")
-        return RewardFunction(getattr(function, "__name__", reference.rsplit(":", 1)[-1]), function)
+        name = getattr(function, "__name__", "")
+        return RewardFunction(name if name.isidentifier() else reference.rsplit(":", 1)[-1], function)
     from longstraw.rollout.reward_model import RewardModel
 
     model = RewardModel.from_pretrained(reference, **model_options)
     return RewardFunction(model.name, model)
 
 
+def with_own_names(functions: Sequence[RewardFunction], references: Sequence[str]) -> list[RewardFunction]:
+    """The functions under names that differ: where several have one, each is called what the configuration calls it,
+    and one that is there twice is counted."""
+    shared = Counter(function.name for function in functions)
+    named = [r if shared[f.name] > 1 else f.name for f, r in zip(functions, references, strict=True)]
+    so_far: Counter[str] = Counter()
+    result = []
+    for function, name in zip(functions, named, strict=True):
+        so_far[name] += 1
+        own = name if so_far[name] == 1 else f"{name} ({so_far[name]})"
+        result.append(RewardFunction(own, function.call))
+    return result
+
+
 def call_rewards(
     functions: Sequence[RewardFunction], keywords: dict[str, Any], num_samples: int, step: int
 ) -> list[list[Reward]]:
-    """Call every function with the keywords, the async ones together, and check what comes back.
+    """Call every function with keyword arguments of its own, the async ones together, and check what comes back.
 
     Args:
         keywords: of TRL's contract; what has one value a sample is a list.
@@ -65,7 +83,9 @@ def call_rewards(
     for index, function in enumerate(functions):
         if not function.is_async:
             try:
-                outputs[index] = function.call(**keywords)
+                outputs[index] = function.call(**_own(keywords))
+                if inspect.isawaitable(outputs[index]):
+                    outputs[index] = wait_for(outputs[index])
             except Exception as error:
                 raise _raised(function, error, keywords, num_samples, step) from error
     waiting = [index for index, function in enumerate(functions) if function.is_async]
@@ -84,9 +104,15 @@ def _run_async(functions: Sequence[RewardFunction], keywords: dict[str, Any]) ->
         return []
 
     async def gather() -> list[Any]:
-        return await asyncio.gather(*(function.call(**keywords) for function in functions), return_exceptions=True)
+        calls = (function.call(**_own(keywords)) for function in functions)
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-    return asyncio.run(gather())
+    return wait_for(gather())
+
+
+def _own(keywords: dict[str, Any]) -> dict[str, Any]:
+    """For one function: samples of a group share their prompt and columns, and functions their samples."""
+    return {name: own_copy(value) for name, value in keywords.items()}
 
 
 def _checked(function: RewardFunction, output: Any, num_samples: int, step: int) -> list[Reward]:
@@ -139,10 +165,9 @@ def _find_failing_sample(function: RewardFunction, keywords: dict[str, Any], num
         }
         single |= {"log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
         try:
-            if function.is_async:
-                asyncio.run(function.call(**single))
-            else:
-                function.call(**single)
+            output = function.call(**_own(single))
+            if inspect.isawaitable(output):
+                wait_for(output)
         except Exception:
             return index
     return None

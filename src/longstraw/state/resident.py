@@ -23,6 +23,7 @@ class ResidentState:
         grad_from: the first segment that gradients flow into; the number of segments when none do.
         parameter_version: what `ModelHost.parameter_version` was at capture: the state is stale once it differs.
         backbone: a weak reference to the model that it was captured with.
+        autocast: what the engine was under at capture.
         kept: graphs of its last segments, if the engine kept some.
         boundary_stride: carried states are kept at every so many segment boundaries; None while there are none.
         parent: the state that this one was forked from, whose pages it shares; None for a captured one.
@@ -37,6 +38,7 @@ class ResidentState:
         self.grad_from = grad_from
         self.parameter_version = parameter_version
         self.backbone: Callable[[], Any] = lambda: None
+        self.autocast: Any = None
         self.kept: Any = None
         self.boundary_stride: int | None = None
         self.parent: ResidentState | None = None
@@ -55,7 +57,7 @@ class ResidentState:
         chain = self.chain.fork(1)
         chain.keep_last_states()
         grown = ResidentState(self.prompt_ids, chain, self.store, 0, self.parameter_version)
-        grown.backbone, grown.parent = self.backbone, self
+        grown.backbone, grown.autocast, grown.parent = self.backbone, self.autocast, self
         grown.kept = type(self.kept)() if self.kept is not None else None
         return grown
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from longstraw.config.model import LoraConfig
+from longstraw.trainer.published import Published
 
 REFERENCE = "reference"
 """Name of the frozen adapter, where the reference policy is one."""
@@ -35,20 +36,32 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> Any:
         raise ValueError(f"'lora' does not fit this model: {error}") from error
 
 
-def load_adapter(model: nn.Module, path: str) -> Any:
+def load_adapter(model: nn.Module, path: str, published: Published | None = None) -> Any:
     """The model with a trained adapter to go on with. Raises ValueError where it is missing or does not fit."""
     import peft
 
     try:
-        return peft.PeftModel.from_pretrained(model, path, is_trainable=True, use_safetensors=True)
+        return peft.PeftModel.from_pretrained(
+            model,  # type: ignore[arg-type]
+            path,
+            is_trainable=True,
+            use_safetensors=True,
+            key_mapping=published.key_mapping if published else None,
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"'model.adapter': {path} cannot be loaded: {error}") from error
 
 
-def add_reference_adapter(model: Any, path: str) -> None:
+def add_reference_adapter(model: Any, path: str, published: Published | None = None) -> None:
     """Load a frozen adapter beside the trained one. Raises ValueError where it is missing or does not fit."""
     try:
-        model.load_adapter(path, adapter_name=REFERENCE, is_trainable=False, use_safetensors=True)
+        model.load_adapter(
+            path,
+            adapter_name=REFERENCE,
+            is_trainable=False,
+            use_safetensors=True,
+            key_mapping=published.key_mapping if published else None,
+        )
         model.set_adapter("default")
     except (OSError, ValueError) as error:
         raise ValueError(f"'model.reference_adapter': {path} cannot be loaded: {error}") from error

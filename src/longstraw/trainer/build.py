@@ -16,7 +16,7 @@ from longstraw.parallel.processes import Processes
 from longstraw.rollout.collector import RolloutCollector
 from longstraw.rollout.function_sampler import FunctionSampler
 from longstraw.rollout.judge import Judge
-from longstraw.rollout.rewards import load_reward
+from longstraw.rollout.rewards import load_reward, with_own_names
 from longstraw.rollout.samplers import EngineSampler, Sampler
 from longstraw.trainer.evaluation import Evaluator
 from longstraw.trainer.loading import Policy, load_policy, trainable_parameters
@@ -31,15 +31,21 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
     """Rewards and rows first, then the model, then what needs both."""
     functions = {name: load_reward(name) for name in config.reward_funcs if is_function_reference(name)}
     rollout_func = load_function(config.rollout_func, "rollout_func") if config.rollout_func else None
-    rows = read_rows(config.dataset, "dataset")
-    held_out = {name: read_rows(options, f"eval.{name}") for name, options in config.eval.items()}
+    skip = config.skip_bad_rows
+    rows = read_rows(config.dataset, "dataset", skip)
+    held_out = {name: read_rows(options, f"eval.{name}", skip) for name, options in config.eval.items()}
 
     processes = processes or Processes()
     if is_hub_name(config.model.path):
         reporter.say(f"model: there is no folder {config.model.path} here; asking the hub for it")
     policy = load_policy(config)
     processes.broadcast(trainable_parameters(policy.model).values())
-    codec = TextCodec(policy.tokenizer, config.chat_template_kwargs, policy.model.config.get_text_config().vocab_size)
+    codec = TextCodec(
+        policy.tokenizer,
+        config.chat_template_kwargs,
+        policy.model.config.get_text_config().vocab_size,
+        config.skip_special_tokens,
+    )
     rewards = [
         functions.get(name)
         or load_reward(
@@ -50,13 +56,22 @@ def build_trainer(config: TrainConfig, run: RunDir, reporter: Reporter, processe
         )
         for name in config.reward_funcs
     ]
+    rewards = with_own_names(rewards, config.reward_funcs)
     prompts = prepare_prompts(
-        rows, codec, "dataset", min_length=config.min_prompt_length, max_length=config.max_prompt_length
+        rows,
+        codec,
+        "dataset",
+        source=config.dataset.source,
+        min_length=config.min_prompt_length,
+        max_length=config.max_prompt_length,
+        skip_bad_rows=skip,
     )
     _check_positions(prompts, config.max_completion_length, policy, "dataset")
     sets = {}
     for name, options in config.eval.items():
-        sets[name] = (prepare_prompts(held_out[name][: options.num_samples], codec, f"eval.{name}"), options)
+        own = held_out[name][: options.num_samples]
+        found = prepare_prompts(own, codec, f"eval.{name}", source=options.source, skip_bad_rows=skip)
+        sets[name] = (found, options)
         _check_positions(
             sets[name][0], options.max_completion_length or config.max_completion_length, policy, f"eval.{name}"
         )

@@ -13,7 +13,8 @@ from longstraw.config.locate import is_function_reference, load_function, resolv
 from longstraw.config.model import ModelConfig
 from longstraw.config.train import TrainConfig
 from longstraw.trainer.adapters import add_lora, add_reference_adapter, load_adapter
-from longstraw.trainer.pretrained import load_model, load_tokenizer, torch_dtype
+from longstraw.trainer.pretrained import load_config, load_model, load_tokenizer, torch_dtype
+from longstraw.trainer.published import Published, published_class
 
 
 @dataclass
@@ -25,12 +26,14 @@ class Policy:
         tokenizer: None for a model that is given token ids.
         stop_ids: ids that end a response.
         device: where the model is.
+        published: where the class that the checkpoint names has the model, if that is a larger one.
     """
 
     model: Any
     tokenizer: Any | None
     stop_ids: list[int]
     device: torch.device
+    published: Published | None = None
 
     @property
     def is_peft(self) -> bool:
@@ -57,6 +60,7 @@ def load_policy(config: TrainConfig) -> Policy:
     options = config.model
     device = _device(options.device)
     torch.manual_seed(config.seed)  # adapters and models from functions may be random at birth
+    published = None
     if is_function_reference(options.path):
         model, tokenizer = _from_function(options)
         model = model.to(device)
@@ -64,16 +68,18 @@ def load_policy(config: TrainConfig) -> Policy:
         path = resolve_path(options.path, "model.path")
         model = load_model(path, options, device)
         tokenizer = load_tokenizer(path, options)
+        if (options.adapter or config.lora) and not options.gguf_file:
+            published = published_class(model, load_config(path, options))
     if options.adapter:
-        model = load_adapter(model, resolve_path(options.adapter, "model.adapter"))
+        model = load_adapter(model, resolve_path(options.adapter, "model.adapter"), published)
     elif config.lora:
         model = add_lora(model, config.lora)
     reference = options.reference_adapter or (options.adapter if config.beta > 0 else None)
     if reference:
-        add_reference_adapter(model, resolve_path(reference, "model.reference_adapter"))
+        add_reference_adapter(model, resolve_path(reference, "model.reference_adapter"), published)
     model.eval()
     _check_trainable(model, options)
-    return Policy(model, tokenizer, _stop_ids(model, tokenizer, config.stop_token_ids), device)
+    return Policy(model, tokenizer, _stop_ids(model, tokenizer, config.stop_token_ids), device, published)
 
 
 def _device(name: str) -> torch.device:

@@ -25,6 +25,7 @@ from longstraw.trainer.rng import RngState, seed_everything
 from longstraw.trainer.run_dir import RunDir
 from longstraw.trainer.snapshot import Progress, copied, restore_snapshot, take_snapshot
 from longstraw.trainer.update import StepGradient
+from longstraw.trainer.written import WriteError, written
 
 
 @dataclass(eq=False, repr=False)
@@ -105,11 +106,15 @@ class Trainer:
                     self._loop()
                 with self._interrupts.deferred():
                     self.save()
-                    self.run.save_final(self.policy.model, self.policy.tokenizer)
-            except BaseException:
+                    self.run.save_final(self.policy.model, self.policy.tokenizer, self.policy.published)
+            except BaseException as error:
                 with self._interrupts.deferred():
                     self.optimizer.zero_grad()
-                    self.save()
+                    try:
+                        self.save()
+                    except WriteError as further:  # what went wrong first is what matters
+                        if str(further) != str(error):
+                            error.add_note(str(further))
                 raise
 
     def save(self) -> None:
@@ -122,7 +127,9 @@ class Trainer:
         if not self.run.writes:
             return
         checkpoint = self._boundary if self._between_iterations and self._boundary else self._snapshot()
-        save_checkpoint(self.run.checkpoints, checkpoint, self.config.save_total_limit)
+        self.run.metrics.flush()  # a checkpoint is of a step whose row is written
+        with written(self.run.checkpoints):
+            save_checkpoint(self.run.checkpoints, checkpoint, self.config.save_total_limit)
         self.saved_step = checkpoint.step
 
     def _loop(self) -> None:
@@ -160,6 +167,8 @@ class Trainer:
             raise
         receipt.learning_rate = self.optimizer.learning_rate
         with self._interrupts.deferred():
+            if receipt.sampled and self.config.log_completions:  # before the step is taken: a full disk may refuse them
+                self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
             with receipt.phases.timed("optimizer"):
                 self.optimizer.step()
             receipt.step_tokens = batch.num_tokens
@@ -172,8 +181,6 @@ class Trainer:
             receipt.seconds = time.perf_counter() - begin
             row = receipt.row()
             self._log(row)
-            if receipt.sampled and self.config.log_completions:
-                self.run.write_completions(step + 1, completion_rows(batch, self.policy.tokenizer))
         self.reporter.step(row, self.num_steps)
 
     @property
@@ -218,5 +225,5 @@ class Trainer:
             global_step=progress.step,
             max_steps=self.num_steps,
             num_input_tokens_seen=progress.num_tokens,
-            log_history=self.history,
+            log_history=[dict(row) for row in self.history],  # a reward function may write to it
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from longstraw.trainer.written import written
 
 Row = dict[str, Any]
 
@@ -26,6 +29,7 @@ class MetricsLog:
     def __init__(self, path: Path, writes: bool = True) -> None:
         self._path = path
         self._writes = writes
+        self._unwritten: list[str] = []
         self.listeners: list[Callable[[Row], None]] = []
 
     def rows(self) -> list[Row]:
@@ -41,12 +45,36 @@ class MetricsLog:
         return rows
 
     def append(self, row: Row) -> None:
+        """Writes a row. One that the disk refuses is kept for `flush`.
+
+        Raises:
+            WriteError: it refused.
+        """
         if not self._writes:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps(to_plain(row)) + "\n")
+        self._unwritten.append(json.dumps(to_plain(row)) + "\n")
+        self.flush()
         for listener in self.listeners:
             listener(row)
+
+    def flush(self) -> None:
+        """Writes what could not be written before, whole lines or nothing.
+
+        Raises:
+            WriteError: the disk refuses.
+        """
+        if not self._unwritten:
+            return
+        with written(self._path):
+            size = self._path.stat().st_size if self._path.exists() else 0
+            try:
+                with self._path.open("a") as file:
+                    file.write("".join(self._unwritten))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(self._path, size)
+                raise
+        self._unwritten.clear()
 
     def drop_after(self, step: int) -> None:
         """Forget rows of later steps: they will be run again. The file is replaced at once."""
@@ -54,8 +82,9 @@ class MetricsLog:
             return
         kept = [row for row in self.rows() if row.get("step", 0) <= step]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, self._path)
+        with written(self._path):
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(temporary, self._path)
 
 
 def to_plain(value: Any) -> Any:

@@ -55,6 +55,15 @@ def load_model(path: str, options: ModelConfig, device: torch.device) -> nn.Modu
     return model.to(device)
 
 
+def load_config(path: str, options: ModelConfig) -> Any:
+    """The checkpoint's config, of the class that it was published as."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        path, trust_remote_code=options.trust_remote_code, revision=options.revision or "main"
+    )
+
+
 def _require(package: str, option: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ValueError(

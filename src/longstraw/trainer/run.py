@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from longstraw.trainer.loggers import check_packages, reported_to
 from longstraw.trainer.report import Reporter, evaluated_names
 from longstraw.trainer.rng import seed_everything
 from longstraw.trainer.run_dir import RunDir
+from longstraw.trainer.written import WriteError
 
 
 @dataclass
@@ -54,10 +56,15 @@ def _train(config: TrainConfig, resume: bool, console: Console, processes: Proce
     reporter = Reporter(console if processes.is_first else Console(quiet=True), config.logging_steps)
     run = _open(config, resume, processes)
     config = config.model_copy(update={"output_dir": str(run.path)} | ({} if run.writes else {"report_to": []}))
-    check_packages(config.report_to)
-    seed_everything(config.seed)
-    trainer = build_trainer(config, run, reporter, processes)
-    run.begin(config)
+    try:
+        check_packages(config.report_to)
+        seed_everything(config.seed)
+        trainer = build_trainer(config, run, reporter, processes)
+        run.begin(config, resume)
+    except BaseException:
+        if run.writes:
+            run.abandon()
+        raise
     if resume:
         step = trainer.resume()
         from_the_start = f"{run.path} has no sound checkpoint: from the start."
@@ -70,9 +77,11 @@ def _train(config: TrainConfig, resume: bool, console: Console, processes: Proce
     except BaseException as error:
         ending = {"status": "failed", "step": trainer.saved_step, "num_steps": trainer.num_steps}
         if isinstance(error, StopRequested):
-            run.write_summary(**ending | {"status": "interrupted"})
+            ending |= {"status": "interrupted"}
         else:
-            run.write_summary(**ending, error=f"{type(error).__name__}: {error}")
+            ending |= {"error": f"{type(error).__name__}: {error}"}
+        with suppress(WriteError):  # what went wrong first is what matters
+            run.write_summary(**ending)
         error.add_note(
             f"The state after step {trainer.saved_step} is saved. Go on with: longstraw train {run.path} --resume"
         )
