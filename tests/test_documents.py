@@ -114,7 +114,7 @@ def test_the_figure_names_what_is_there() -> None:
 
 def test_the_readmes_engine_example_runs() -> None:
     """Backward, and its two halves: the same gradient twice."""
-    (code,) = codes(README, "python")
+    code, of_trees = codes(README, "python")
     model, prompt_ids = llama(max_position_embeddings=512), torch.arange(40) % VOCAB_SIZE
     before, scored, after = code.partition("scored = ")
     assert scored
@@ -128,6 +128,10 @@ def test_the_readmes_engine_example_runs() -> None:
     exec(scored + after, names)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * once[name], msg=name)
+    sequences = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([3, 1, 4, 2])]
+    names |= {"sequences": sequences, "masks": [torch.arange(len(s)) > 1 for s in sequences]}
+    exec(of_trees, names)
+    assert names["tree"].num_tokens == 6 and [len(logp) for logp in names["outcome"].logps] == [3, 2]
 
 
 def test_the_family_example_is_a_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:

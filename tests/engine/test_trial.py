@@ -42,8 +42,8 @@ def scaled(divisor: float, cap: float | None, dtype: torch.dtype) -> Any:
 class Forgetful(KVChain):
     """Serves every piece as if it were the first."""
 
-    def enter(self, index: int, rows: int, graph: bool) -> Any:
-        return KVChain(self.store).enter(0, rows, graph)
+    def enter(self, index: int, rows: int, context: Any, graph: bool) -> Any:
+        return KVChain(self.store).enter(0, rows, context, graph)
 
 
 def served_by(monkeypatch: pytest.MonkeyPatch, model: Any, kinds: list[Any]) -> None:
@@ -103,8 +103,8 @@ def test_a_window_off_by_one(dtype: torch.dtype, size: int, monkeypatch: pytest.
 def test_another_scale_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = KVChain.enter
 
-    def enter(self: KVChain, index: int, rows: int, graph: bool) -> Any:
-        live = attend(self, index, rows, graph)
+    def enter(self: KVChain, index: int, rows: int, context: Any, graph: bool) -> Any:
+        live = attend(self, index, rows, context, graph)
         own = live.attend
         live.attend = lambda q, k, v, scores: own(q, k, v, replace(scores, scale=0.9 * scores.scale))
         return live
